@@ -229,6 +229,14 @@ def collect(measure, args, name="script"):
         yield item
 
 
+def judge(script, *argv):
+    """The judged rows of a script's module under a command line."""
+    name = os.path.basename(script.__file__)
+    args = parse(name, script.__doc__, getattr(script, "options", None), list(argv))
+    items = collect(script.measure, args, name.removesuffix(".py"))
+    return [item for item in items if not isinstance(item, str)]
+
+
 def holds(judged):
     """At least one row is ok or seen, and none FAILS or is weak."""
     words = {r["verdict"] for r in judged}

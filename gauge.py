@@ -33,7 +33,7 @@ EPS = 1e-5  # nn.LayerNorm's default and Llama's
 C_PRODUCT = 4  # x eps |x||W|: d_in rounded products and sums
 C_GAUGE = 8  # x eps sqrt(d_in): z's rounding walks over d_in products
 C_RADIAL = 4  # x eps |G||W|: the d_in d products of <G, W> round independently
-C_DEGREE = 16  # x eps |G|: one division and two backward passes
+C_DEGREE = 32  # x eps |G|: one division and two backward passes
 C_JACOBIAN = 16  # x eps |z| / r: cancellation of the two terms of J z
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm's input gradient has zero sum, RMSNorm's has not; both are orthogonal to yhat. [004]
+"""LayerNorm's dx sums to zero, RMSNorm's does not; both are orthogonal to yhat. [004: dx]
 
 Write-up 004 (normnull), the consequence for a layer with gain and bias at production width.
     y = gamma yhat + beta,  v = gamma u,  u = dL/dy
@@ -131,9 +131,9 @@ def free_sum(tag, x, u, gamma, beta):
 def orthogonal(tag, kind, x, u, gamma, beta):
     """N15, N18, D6: <dx, yhat> is at its floor at e = 0, and at the leak otherwise."""
     bound = C_FLOOR * condition(kind, host(x)) * torch.finfo(x.dtype).eps
-    floor, _, S = dots(kind, x, u, gamma, beta, 0.0)
+    floor, _, S_0 = dots(kind, x, u, gamma, beta, 0.0)
     yield ("identity", "004.N15", f"|dx.yhat|/S, {kind}, eps=0, {tag}", 0,
-           (floor.abs() / S).max(), bound)
+           (floor.abs() / S_0).max(), bound)
     for e, name in ((None, "default eps"), (E_WIDE, "eps=.5")):
         dot, told, S = dots(kind, x, u, gamma, beta, e)
         yield ("identity", "004.D6", f"|dx.yhat-leak|/S, {kind}, {name}, {tag}", 0,
@@ -141,19 +141,20 @@ def orthogonal(tag, kind, x, u, gamma, beta):
         if (kind, e) != ("RMS", None):
             yield ("control", "004.N18", f"|dx.yhat|/S, {kind}, {name}, {tag}",
                    (told.abs() / S).max(), (dot.abs() / S).max(), bound)
-        if (kind, e) == ("LN", None):
-            noise = floor.norm() / (told.norm() * B**0.5)
+        if (kind, e, x.dtype) == ("LN", None, torch.float32):
+            at, by, noise = dot / S, told / S, floor / S_0
+            sigma = (noise * by).norm() / by.square().sum()
             yield ("law", "004.N18", f"slope of dx.yhat on the leak, LN, {tag}", 1,
-                   (dot * told).sum() / told.square().sum(), 5 * noise)
+                   (at * by).sum() / by.square().sum(), 5 * sigma)
 
 
 def summed(tag, kind, x, u, gamma, beta):
     """D6: summed over rows the leak is what the gain's gradient sees."""
     bound = C_FLOOR * condition(kind, host(x)) * torch.finfo(x.dtype).eps
     dx, dgamma = gradients(kind, x, u, gamma, beta, E_WIDE)
-    c, scale, yhat = statistics(kind, host(x), E_WIDE)
+    c, scale, _ = statistics(kind, host(x), E_WIDE)
     rows = (scale.square().squeeze(-1) / E_WIDE * (dx * c).sum(-1)).sum()
-    whole = (host(gamma * u) * yhat).norm(dim=-1).sum()
+    whole = (scale.square().squeeze(-1) / E_WIDE * host(gamma * u).norm(dim=-1)).sum()
     yield ("identity", "004.D6", f"sum (r^2/e)dx.c - gamma.dgamma, {kind}, {tag}", 0,
            (rows - (host(gamma) * dgamma).sum()).abs() / whole, bound)
 

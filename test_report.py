@@ -1,0 +1,534 @@
+"""The plumbing must not be wrong, and what every script promises is checked for every script."""
+
+import argparse
+import ast
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torchgen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import report
+
+torch.set_num_threads(1)
+HERE = pathlib.Path(__file__).resolve().parent
+SCRIPTS = sorted(p.stem for p in HERE.glob("*.py")
+                 if p.stem != "report" and not p.stem.startswith("test_"))
+NAN, INF = math.nan, math.inf
+
+
+def script(*items, **more):
+    """A script's module that yields the items."""
+    module = types.ModuleType("toy")
+    module.__file__, module.__doc__ = str(HERE / "toy.py"), "A toy claim.\n\nMore.\n"
+    module.__dict__.update(more)
+    exec("def measure(args):\n    yield from ITEMS(args)\n", module.__dict__)
+    module.ITEMS = items[0] if len(items) == 1 and callable(items[0]) else lambda args: items
+    return module
+
+
+def run(module, *argv):
+    return report.run(module.measure, module.__doc__, getattr(module, "options", None), list(argv))
+
+
+OK = ("identity", "000.A1", "a residual", 0, 1e-16, 1e-15)
+SEEN = ("control", "000.A1", "its twin", None, 0.1, 1e-15)
+
+
+@pytest.mark.parametrize(("kind", "expected", "measured", "bound", "ratio", "word"), [
+    ("identity", 0, 0.5e-9, 1e-9, 0.5, "ok"),
+    ("identity", 0, 1e-9, 1e-9, 1, "ok"),
+    ("identity", 0, 1.01e-9, 1e-9, 1.01, "FAILS"),
+    ("identity", 0, -1e-12, 1e-9, -1e-3, "FAILS"),     # a residual is never negative
+    ("identity", 1, 1, 1e-9, 1e9, "FAILS"),            # an identity's residual is expected at 0
+    ("identity", 0, 1e-4, 1e-3, 0.1, "FAILS"),         # a bound that could hide an effect of one
+    ("identity", 0, 1e-4, 0.999e-3, 0.1001, "ok"),
+    ("identity", 0, 0, 0, 0, "ok"),                    # exact
+    ("identity", 0, 1, 0, INF, "FAILS"),
+    ("identity", 0, 0, -1e-9, 0, "FAILS"),
+    ("law", -2, -2.0005, 1e-3, 0.5, "ok"),
+    ("law", -2, -1.9995, 1e-3, 0.5, "ok"),
+    ("law", -2, -2.002, 1e-3, 2, "FAILS"),
+    ("law", 0, -0.5, 1, 0.5, "ok"),
+    ("law", 0, 0.5, -1, -0.5, "FAILS"),
+    ("control", None, 0.1, 1e-9, 1e8, "seen"),
+    ("control", None, 1.001e-6, 1e-9, 1001, "seen"),
+    ("control", None, 0.999e-6, 1e-9, 999, "weak"),
+    ("control", None, -0.1, 1e-9, -1e8, "FAILS"),
+    ("control", 0.1, 0.1, 1e-9, 1e8, "seen"),
+    ("control", 0.1, 0.1 + 2e-9, 1e-9, 1e8, "weak"),   # not the effect that was predicted
+    ("control", 0.1, 0, 1e-9, 0, "weak"),
+    ("control", 0.9e-6, 0.9e-6, 1e-9, 900, "unresolved"),
+    ("control", 0.9e-6, 1e-3, 1e-9, 1e6, "weak"),
+    ("control", 0, 0, 1e-9, 0, "unresolved"),
+    ("control", None, 3, 0, INF, "seen"),
+    ("control", None, 0, 0, 0, "weak"),
+])
+def test_verdicts(kind, expected, measured, bound, ratio, word):
+    got, said = report.verdict(kind, expected, measured, bound)
+    assert said == word
+    assert got == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["identity", "law", "control"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_no_number_that_is_not_finite_passes(kind, bad, slot):
+    numbers = [0.0, 0.0, 1e-9]
+    numbers[slot] = bad
+    assert report.verdict(kind, *numbers)[1] == "FAILS"
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [
+    ("identity", (None, 0, 1e-9)), ("identity", (0, None, 1e-9)), ("identity", (0, 0, None)),
+    ("law", (None, 0, 1e-9)), ("control", (None, None, 1e-9)), ("control", (None, 1, None))])
+def test_a_missing_number_fails(kind, numbers):
+    assert report.verdict(kind, *numbers)[1] == "FAILS"
+
+
+def test_info_is_shown_and_never_judged(capsys):
+    assert report.verdict("info", None, NAN, None) == (None, "info")
+    assert run(script(OK, ("info", "000.A6", "|G|", None, 3.5, None))) == 0
+    assert re.search(r"\|G\| +3\.5 +info", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("items", "status"), [
+    ([OK], 0), ([SEEN], 0), ([OK, SEEN], 0), ([], 1), (["only a heading"], 1),
+    ([("info", "i", "shown", None, 1, None)], 1),
+    ([("control", "c", "below", 1e-7, 1e-7, 1e-9)], 1),
+    ([OK, ("control", "c", "below", 1e-7, 1e-7, 1e-9)], 0),
+    ([OK, ("control", "c", "blind", None, 1e-10, 1e-9)], 1),
+    ([OK, ("law", "l", "off", 1, 2, 0.5)], 1),
+    ([OK, ("identity", "n", "nan", 0, NAN, 1e-9)], 1),
+    ([OK, ("fact", "k", "unknown kind", 0, 0, 1e-9)], 1),
+    ([OK, ("identity", "short")], 1),
+    ([OK, 3], 1),
+])
+def test_exit_status_follows_the_verdicts(items, status, capsys):
+    module = script(lambda args: iter(items))
+    assert run(module) == status
+    capsys.readouterr()
+    assert run(module, "--json") == status
+    assert json.loads(capsys.readouterr().out)["holds"] is (status == 0)
+
+
+def test_a_raising_section_fails_and_the_rest_still_run(capsys):
+    def first(args):
+        yield OK
+        raise RuntimeError("the matmul broke\nat line two")
+
+    def second(args):
+        yield SEEN
+    module = script(lambda args: iter([first(args), second(args)]))
+    rows = report.judge(module)
+    assert [r["verdict"] for r in rows] == ["ok", "FAILS", "seen"]
+    assert rows[1]["id"] == "toy.first"
+    assert rows[1]["quantity"] == "raised RuntimeError: the matmul broke"
+    assert rows[1]["detail"] == {"error": "RuntimeError: the matmul broke\nat line two"}
+    assert run(module) == 1
+    assert "raised RuntimeError: the matmul broke" in capsys.readouterr().out
+
+
+def test_a_raising_measure_fails():
+    def items(args):
+        yield OK
+        raise KeyError("gain")
+    assert [r["verdict"] for r in report.judge(script(items))] == ["ok", "FAILS"]
+
+
+def test_the_same_row_twice_fails():
+    assert [r["verdict"] for r in report.judge(script(OK, OK))] == ["ok", "FAILS"]
+    other = (OK[0], "000.A2", *OK[2:])
+    assert [r["verdict"] for r in report.judge(script(OK, other))] == ["ok", "ok"]
+
+
+def test_tensors_and_numpy_scalars_are_numbers():
+    tensor = torch.tensor(1e-16, dtype=torch.float64)
+    row, = report.judge(script(("identity", "i", "q", 0, tensor, torch.finfo(torch.float64).eps)))
+    assert row["measured"] == 1e-16
+    assert row["ratio"] == 1e-16 / 2.0**-52
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--device", "tpu"], "'tpu' cannot be had here; choose cpu"),
+    (["--device", "meta"], "'meta' cannot be had here"),
+    (["--device", ""], "'' cannot be had here"),
+    (["--device", "cpu:x"], "'cpu:x' cannot be had here"),
+    (["--device", "cuda:99"], "'cuda:99' cannot be had here"),
+    (["--dtype", "bfloat16"], "invalid choice: 'bfloat16'"),
+    (["--seed", "-1"], "'-1' is not a whole number in [0, 9223372036854775808)"),
+    (["--seed", "1.5"], "'1.5' is not a whole number"),
+    (["--seed", "9223372036854775808"], "is not a whole number"),
+    (["--see", "1"], "unrecognized arguments: --see 1"),
+    (["file.py"], "unrecognized arguments: file.py"),
+])
+def test_usage_errors_are_one_line_and_exit_2(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(script(OK), *argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("toy.py: error: ")
+    assert says in err
+
+
+def test_mps_is_float32_and_says_why(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(report.torch, "empty", lambda *shape, device: None)
+    assert run(script(OK), "--device", "mps") == 0
+    assert "| mps float32 (mps has no float64) |" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        run(script(OK), "--device", "mps", "--dtype", "float64")
+    assert stop.value.code == 2
+    assert "mps has no float64; choose float32" in capsys.readouterr().err
+
+
+def test_a_device_that_is_listed_and_broken_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report.torch, "empty", lambda *a, **k: torch.tensor(object()))
+    with pytest.raises((SystemExit, RuntimeError)) as stop:
+        run(script(OK), "--device", "cuda")
+    assert isinstance(stop.value, SystemExit)
+    assert "choose cpu or cuda" in capsys.readouterr().err
+
+
+def strict_loads(text):
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_is_one_strict_object_with_the_judged_numbers(capsys):
+    items = [OK, SEEN, ("identity", "n", "nan", 0, NAN, 1e-9),
+             ("identity", "e", "exact", 0, 2, 0),
+             ("info", "i", "detail", None, 1, None, {"numbers": [1, NAN, {"deep": INF}]})]
+    assert run(script(*items, SIZES="n=3"), "--json", "--seed", "7", "--dtype", "float32") == 1
+    got = strict_loads(capsys.readouterr().out)
+    assert list(got) == ["script", "about", "torch", "python", "platform", "device", "dtype",
+                         "seed", "rows", "holds"]
+    assert (got["script"], got["about"]) == ("toy.py", "A toy claim.")
+    assert (got["device"], got["dtype"], got["seed"]) == ("cpu", "float32", 7)
+    assert list(got["rows"][0]) == ["id", "quantity", "expected", "measured", "bound", "ratio",
+                                    "kind", "verdict"]
+    assert got["rows"][0]["ratio"] == 1e-16 / 1e-15
+    assert (got["rows"][1]["expected"], got["rows"][1]["verdict"]) == (None, "seen")
+    assert (got["rows"][2]["measured"], got["rows"][2]["verdict"]) == (None, "FAILS")
+    assert (got["rows"][3]["ratio"], got["rows"][3]["verdict"]) == (None, "FAILS")
+    assert got["rows"][4]["detail"] == {"numbers": [1, None, {"deep": None}]}
+    assert got["holds"] is False
+
+
+def test_the_table_as_it_is_printed(capsys):
+    items = [OK, ("law", "000.A16", "slope", -2, -2.00001, 1e-3), "controls", SEEN,
+             ("control", "000.A2", "below the floor", 1e-13, 1.1e-13, 1e-14)]
+    assert run(script(*items, SIZES="n=3 d=5")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    version = torch.__version__.split("+")[0]
+    assert lines == [
+        "toy.py: A toy claim.",
+        f"torch {version} | cpu float64 | seed 0 | n=3 d=5 | eps = 2.2e-16",
+        f"{'id':8} {'quantity':49}   expected   measured   /bound verdict",
+        "-" * 100,
+        f"000.A1   {'a residual':49}          0  1.000e-16 1.00e-01 ok",
+        f"000.A16  {'slope':49}         -2   -2.00001 1.00e-02 ok",
+        "controls",
+        f"000.A1   {'its twin':49}      not 0        0.1 1.00e+14 seen",
+        f"000.A2   {'below the floor':49}  1.000e-13  1.100e-13 1.10e+01 unresolved",
+        "-" * 100,
+        "2 of 2 hold, 1 of 2 controls seen, 1 unresolved"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_rows_are_printed_as_they_come(capsys):
+    def items(args):
+        yield OK
+        assert "a residual" in capsys.readouterr().out
+        yield SEEN
+    assert run(script(items)) == 0
+
+
+def test_draws_are_the_same_in_every_dtype_and_differ_by_seed():
+    def first(*argv):
+        args = report.parse("toy.py", "", None, list(argv))
+        return args.draw(3, 2), args.draw(4)
+    a, b, c = first(), first("--dtype", "float32"), first("--seed", "1")
+    assert a[0].shape == (3, 2)
+    assert a[0].dtype is torch.float64
+    assert all(torch.equal(x.float(), y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[0], c[0])
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(a[0], torch.randn(3, 2, generator=generator, dtype=torch.float64))
+
+
+def test_chosen_says_whether_a_device_was_named():
+    assert report.parse("toy.py", "", None, []).chosen is False
+    assert report.parse("toy.py", "", None, ["--device", "cpu"]).chosen is True
+
+
+@pytest.mark.parametrize(("text", "good"), [
+    ("0.5", True), ("0", False), ("1", False), ("-1", False), ("nan", False), ("inf", False),
+    ("1e-300", True), ("x", False), ("", False)])
+def test_number_is_open_unless_closed(text, good):
+    convert = report.Parser.number(0, 1)
+    if good:
+        assert convert(text) == float(text)
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is not a number in \(0, 1\)"):
+            convert(text)
+    assert report.Parser.number(0, 1, closed=True)("0") == 0
+    with pytest.raises(argparse.ArgumentTypeError, match=r"in \[0, 1\)"):
+        report.Parser.number(0, 1, closed=True)("1")
+
+
+def test_own_options_reach_measure_and_prepare_refuses_in_one_line(capsys):
+    def options(parser):
+        parser.add_argument("target", nargs="?", default="here")
+        parser.add_argument("--wd", type=parser.number(0, 1), default=0.5)
+        parser.set_defaults(prepare=prepare)
+
+    def prepare(args):
+        if args.wd > 0.9:
+            raise ValueError("--wd above 0.9\nleaves nothing")
+
+    def items(args):
+        yield "law", "l", f"{args.target} {args.wd}", 0, 0, 1
+    module = script(items, options=options)
+    assert report.judge(module, "--wd", "0.25", "there")[0]["quantity"] == "there 0.25"
+    with pytest.raises(SystemExit) as stop:
+        run(module, "--wd", "0.95")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "toy.py: error: --wd above 0.9 leaves nothing\n"
+
+
+def test_load_takes_the_current_folder_first(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Outer:\n    value = 3\n")
+    (tmp_path / "broken.py").write_text("raise OSError('no\\nweights')\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    try:
+        value, file = report.load("mine:Outer.value")
+        assert value == 3
+        assert pathlib.Path(file) == tmp_path / "mine.py"
+        for spec, says in (("mine", "write it as pkg.module:name"), (":x", "write it as"),
+                           ("mine:", "write it as"), ("mine:Inner", "AttributeError"),
+                           ("nothere:x", "ModuleNotFoundError"), ("broken:x", "OSError: no")):
+            with pytest.raises(argparse.ArgumentTypeError, match=says):
+                report.load(spec)
+    finally:
+        sys.modules.pop("mine", None)
+    assert sys.path == before
+
+
+def test_a_closed_pipe_ends_a_run_quietly():
+    code = ("import report, sys\n"
+            "def measure(args):\n"
+            "    for i in range(100000):\n"
+            "        yield 'law', 'l', str(i), 0, 0, 1\n"
+            "__file__ = 'toy.py'\n"
+            "sys.exit(report.run(measure, 'A toy.', None, []))\n")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"toy.py: A toy.\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def fresh(name):
+    """The script imported anew, report out of reach."""
+    spec = importlib.util.spec_from_file_location(f"alone_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_importing_a_script_does_nothing(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "report", None)
+    before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
+              torch.get_rng_state().tolist(), torch.are_deterministic_algorithms_enabled())
+    module = fresh(name)
+    assert before == (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
+                      torch.get_rng_state().tolist(),
+                      torch.are_deterministic_algorithms_enabled())
+    assert capsys.readouterr() == ("", "")
+    assert callable(module.measure)
+    assert len(f"{name}.py: {module.__doc__.splitlines()[0]}") <= 100
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_import_torch_numpy_and_the_standard_library_only(name):
+    tree = ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))
+    guarded = [n for n in tree.body if isinstance(n, ast.If)]
+    inside = {id(n) for g in guarded for n in ast.walk(g)}
+    for node in ast.walk(tree):
+        names = ([a.name for a in node.names] if isinstance(node, ast.Import)
+                 else [node.module] if isinstance(node, ast.ImportFrom) else [])
+        for root in (n.split(".")[0] for n in names):
+            allowed = {"torch", "numpy", *sys.stdlib_module_names}
+            optional = {"matplotlib"} if node not in tree.body else set()
+            assert root in allowed | optional or (root == "report" and id(node) in inside), root
+
+
+@functools.cache
+def rows(name, *argv):
+    """The rows of a script; each command line runs once."""
+    return report.judge(importlib.import_module(name), *argv)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_row_of_every_script_holds(name):
+    for r in rows(name):
+        assert r["verdict"] in ("ok", "seen", "info", "unresolved"), r
+    assert report.holds(rows(name))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_rows_fit_the_table_and_verdicts_follow_from_their_numbers(name):
+    for r in rows(name):
+        assert r["quantity"].isascii()
+        assert len(r["quantity"]) <= 49, r["quantity"]
+        again = report.row(r["kind"], r["id"], r["quantity"], r["expected"], r["measured"],
+                           r["bound"])
+        assert (again["ratio"], again["verdict"]) == (r["ratio"], r["verdict"])
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that touch no float64 tensor; those that do stay on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out))
+                   if isinstance(t, torch.Tensor)]
+        if all(t.dtype is not torch.float64 for t in tensors):
+            self.names.add(func.name().removeprefix("aten::"))
+        return out
+
+
+@functools.cache
+def operator_table():
+    """name -> (dispatch keys, structured delegate) of the table that torch ships."""
+    path = pathlib.Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    table = {}
+    for block in path.read_text(encoding="utf-8").split("\n- func: ")[1:]:
+        name = block.split("(")[0]
+        lines = re.findall(r"^    ([\w, ]+): ", block, re.M)
+        keys = {key for line in lines for key in line.split(", ")}
+        delegate = re.search(r"^  structured_delegate: ([\w.]+)", block, re.M)
+        table[name] = keys, delegate and delegate[1]
+    return table
+
+
+def runs_on_mps(name):
+    """A kernel of its own, a delegate's, a view's, or a body that only calls other operators."""
+    keys, delegate = operator_table().get(name, ({"unknown"}, None))
+    composite = any(k.startswith("Composite") for k in keys) or not (keys or delegate)
+    return "MPS" in keys or composite or (delegate is not None and runs_on_mps(delegate))
+
+
+def test_the_operator_table_tells_mps_kernels_apart():
+    assert all(map(runs_on_mps, ("mm", "mean.dim", "linalg_qr", "repeat", "_to_copy")))
+    assert not any(map(runs_on_mps, ("_linalg_eigh", "geqrf", "logspace.out", "no_such_op")))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_float32_operator_has_an_mps_kernel(name):
+    module = importlib.import_module(name)
+    with Operators() as seen:
+        assert report.holds(report.judge(module, "--device", "cpu", "--dtype", "float32"))
+    assert len(seen.names) > 5
+    assert [op for op in sorted(seen.names) if not runs_on_mps(op)] == []
+
+
+VERDICTS = ("holds", "holds if", "does not hold", "not decidable here")
+
+
+def claims():
+    """(id, claim, verdict, statement, script) of every row of CLAIMS.md."""
+    text = (HERE / "CLAIMS.md").read_text(encoding="utf-8")
+    return [[c.strip() for c in line.strip("|\n").split(" | ")]
+            for line in text.splitlines() if re.match(r"\| \d{3}\.", line)]
+
+
+def test_claims_have_one_row_each_and_a_known_verdict():
+    table = claims()
+    assert all(len(row) == 5 for row in table), [row for row in table if len(row) != 5]
+    ids = [row[0] for row in table]
+    assert len(ids) == len(set(ids))
+    assert {row[2] for row in table} <= set(VERDICTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_claims_and_scripts_name_the_same_ids(name):
+    listed = {row[0] for row in claims() if f"{name}.py" in row[4].split(", ")}
+    shown = {r["id"] for r in rows(name) if re.match(r"\d{3}\.", r["id"])}
+    assert listed == shown
+
+
+def test_every_decidable_claim_names_a_script():
+    for id, _, word, _, where in claims():
+        known = all((HERE / part).exists() for part in where.split(", ")) if where != "-" else False
+        assert known or (where == "-" and word == "not decidable here"), id
+
+
+def commands():
+    """The command lines of README.md's shell blocks."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+def test_readme_installs_runs_and_tests_in_one_line_each():
+    assert "pip install -r requirements.txt && python gauge.py" in commands()
+    assert "pip install -r requirements.txt && python -m pytest" in commands()
+
+
+@pytest.mark.parametrize("command", sorted({c for c in commands() if c.startswith("python ")}))
+def test_readme_commands_hold(command):
+    words = command.split()
+    if words[1] == "-m":
+        assert command == "python -m pytest"
+        return
+    name, argv = words[1].removesuffix(".py"), words[2:]
+    device = argv[argv.index("--device") + 1] if "--device" in argv else "cpu"
+    if getattr(torch, device).is_available():
+        assert report.holds(rows(name, *argv))
+    else:
+        with pytest.raises(SystemExit) as stop:
+            rows(name, *argv)
+        assert stop.value.code == 2
+
+
+def test_readme_output_is_what_the_scripts_print():
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(\w+)\.py: .*?\n(.*?)^```", text, re.M | re.S)
+    assert blocks
+    for name, block in blocks:
+        printed = {(r["id"], r["quantity"]): r for r in rows(name)}
+        shown = [line for line in block.splitlines() if re.match(r"\d{3}\.|device", line)]
+        assert shown
+        for line in shown:
+            r = printed[line[:8].strip(), line[9:58].strip()]
+            assert line.split()[-1] == r["verdict"]
+            if r["kind"] != "info":
+                assert line[59:69].strip() == report.show(r["expected"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -116,6 +116,22 @@ def test_radial_leak_of_numbers():
     assert gauge.radial_leak(z, y, u, 1) == pytest.approx(1 - 3 / 13.5, rel=1e-15)
 
 
+def test_classifier_is_cross_entropy_of_a_tanh_layer():
+    loss, again = gauge.classifier(draws(3, torch.float64)), draws(3, torch.float64)
+    A, B, scores = again(96, 96), again(96, 10), again(64, 10)
+    y = again(64, 96)
+    logits = torch.tanh(y @ A / math.sqrt(96)) @ B
+    picked = logits.gather(1, scores.max(-1, keepdim=True).indices).squeeze(1)
+    close(loss(y), (logits.exp().sum(-1).log() - picked).mean(), within=64)
+
+
+def test_sweep_covers_four_decades_and_c_that_are_rounded():
+    assert (min(gauge.SWEEP), max(gauge.SWEEP), len(gauge.SWEEP)) == (0.01, 100, 43)
+    assert {3.0, 0.7} < set(gauge.SWEEP)
+    assert all(math.frexp(c)[0] == 0.5 for c in gauge.POWERS)
+    assert (min(gauge.POWERS), max(gauge.POWERS), len(gauge.POWERS)) == (1 / 64, 64, 13)
+
+
 # gauge.py: the identities, at sizes and seeds of their own
 
 
@@ -185,8 +201,6 @@ def test_gauge_holds_for_five_seeds_in_both_dtypes():
             found = report.judge(gauge, "--seed", str(seed), "--dtype", dtype)
             assert {r["verdict"] for r in found} <= {"ok", "seen", "info", "unresolved"}
             assert {r["id"] for r in found if r["verdict"] == "unresolved"} <= {"000.A5"}
-            size, = (r["measured"] for r in found if r["quantity"] == "|G|, typed")
-            assert size > 1
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -198,6 +212,53 @@ def test_gauge_bounds_are_neither_tight_nor_slack_over_200_seeds(dtype, monkeypa
     assert len(worst) == 30
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)
+
+
+def test_gauge_bounds_are_what_the_constants_say():
+    eps, forward = 2.0**-52, 8 * math.sqrt(48)
+    told = {"device": 4, "000.A2": forward, "000.A3": forward, "000.A8": 16, "000.A4": None,
+            "000.A5": None, "000.A1": 4}
+    for r in report.judge(gauge):
+        text, told_here = r["quantity"], told.get(r["id"])
+        if r["kind"] == "info":
+            continue
+        if told_here is None:
+            told_here = 32 if "G(" in text else 4 if "G" in text or "radial" in text else forward
+        if "elements" in text:
+            told_here = 0
+        assert r["bound"] == pytest.approx(told_here * eps, rel=1e-12), r
+
+
+def test_gauge_prints_the_norms_it_speaks_of():
+    args = report.parse("gauge.py", "", None, [])
+    args.draw(64, 48), args.draw(64, 1)
+    W = args.draw(48, 96) / math.sqrt(48)
+    found = {r["quantity"]: r["measured"] for r in report.judge(gauge)}
+    for name in ("typed", "F.rms_norm", "nn.RMSNorm"):
+        size = found[f"|G|, {name}"]
+        assert size > 1
+        assert found[f"|<G,W>|/|G||W|, {name}"] == pytest.approx(
+            found[f"|<G,W>|, {name}"] / (size * float(W.norm())), rel=1e-3)
+
+
+def test_residuals_of_the_companion_have_no_unit():
+    args, z = report.parse("gauge.py", "", None, []), draws(0, torch.float64)(33) + 0.3
+
+    def measured(z):
+        return [float(r[4]) for r in gauge.companion(args, "typed", gauge.rmsnorm, z)]
+    assert min(measured(z)) > 0
+    assert measured(z) == measured(8 * z) == measured(z / 64)
+
+
+def test_product_row_is_the_error_of_the_matmul():
+    args, draw = report.parse("gauge.py", "", None, ["--dtype", "float32"]), draws(2, torch.float32)
+    x, W = 3 * draw(5, 7), draw(7, 4) / 9
+    (_, _, _, told, measured, _), = gauge.product(args, x, W)
+    gap = ((x @ W).double() - x.double() @ W.double()).abs()
+    size = x.double().norm(dim=1, keepdim=True) * W.double().norm(dim=0)
+    assert told == 0
+    assert float(measured) == pytest.approx(float((gap / size).max()), rel=1e-6)
+    assert float(measured) > 0
 
 
 BROKEN = {

@@ -28,8 +28,8 @@ N, D_IN, D, HEADS, CLASSES = 64, 48, 96, 6, 10
 SIZES = f"n={N} d_in={D_IN} d={D} heads={HEADS}"
 SWEEP = [10 ** (k / 10 - 2) for k in range(41)] + [3.0, 0.7]  # c, 0.01 to 100
 POWERS = [2.0**k for k in range(-6, 7)]  # c whose rounding is exact
-SHRUNK = 0.01  # c of the eps rows: a weight that decay has shrunk a hundredfold
-EPS = 1e-5  # nn.LayerNorm's default and Llama's
+EPS, SHRUNK = 1e-5, 1e-2  # Llama's eps, and c of a weight that decay has shrunk a hundredfold
+TINY = 1e-3  # c at which torch's default eps is seen in both dtypes
 C_PRODUCT = 4  # x eps |x||W|: d_in rounded products and sums
 C_GAUGE = 8  # x eps sqrt(d_in): z's rounding walks over d_in products
 C_RADIAL = 4  # x eps |G||W|: the d_in d products of <G, W> round independently
@@ -84,6 +84,11 @@ def jacobian(norm, z):
     return gradient(lambda Z: norm(Z).diagonal().sum(), z.repeat(z.shape[-1], 1))
 
 
+def positive(draw, *shape):
+    """exp(N(0, 1) / 2): scales and gains, none of them 0 or 1."""
+    return (draw(*shape) / 2).exp()
+
+
 def host(t):
     """On the CPU in float64, where residuals are formed."""
     return t.detach().cpu().double()
@@ -118,18 +123,17 @@ def radial_leak(z, y, u, e):
     return float(((u * y).sum(-1) * e / (ms + e)).sum())
 
 
-def product(args, x, W):
+def product(eps, x, W):
     """What every row rests on: x W of this device against numpy's in its widest float."""
     a, b = (host(t).numpy().astype(np.longdouble) for t in (x, W))
     size = np.sqrt((a * a).sum(1))[:, None] * np.sqrt((b * b).sum(0))
     gap = abs(host(x @ W).numpy() - a @ b) / size
-    yield ("identity", "device", "max|x W - numpy's|/(|x_i||W_j|)", 0, gap.max(),
-           C_PRODUCT * torch.finfo(args.dtype).eps)
+    yield "identity", "device", "max|x W - numpy's|/(|x_i||W_j|)", 0, gap.max(), C_PRODUCT * eps
 
 
-def forward(args, name, norm, x, W):
-    """A2, A3: the forward gauge over c, exact at powers of two, odd for c < 0."""
-    y, bound = norm(x @ W), C_GAUGE * torch.finfo(args.dtype).eps * D_IN**0.5
+def forward(eps, name, norm, x, W):
+    """A2, A3: the forward gauge over c, odd for c < 0, exact at powers of two."""
+    y, bound = norm(x @ W), C_GAUGE * eps * D_IN**0.5
     sweep = max(deviation(norm(x @ (c * W)), y) for c in SWEEP)
     yield "identity", "000.A3", f"max|N(x cW)-N(x W)|/max|N|, 43 c, {name}", 0, sweep, bound
     odd = max(deviation(-norm(x @ (-c * W)), y) for c in SWEEP)
@@ -138,9 +142,9 @@ def forward(args, name, norm, x, W):
     yield "identity", "000.A2", f"elements that differ, c=2^-6..2^6, {name}", 0, exact, 0
 
 
-def euler(args, name, norm, x, W, loss):
+def euler(eps, name, norm, x, W, loss):
     """A5, A6: the gradient has no radial part, and degree -1."""
-    eps, G = torch.finfo(args.dtype).eps, gradient(lambda w: loss(norm(x @ w)), W)
+    G = gradient(lambda w: loss(norm(x @ w)), W)
     yield "info", "000.A6", f"|G|, {name}", None, host(G).norm(), None
     yield "info", "000.A6", f"|<G,W>|, {name}", None, (host(G) * host(W)).sum().abs(), None
     yield "identity", "000.A5", f"|<G,W>|/|G||W|, {name}", 0, abs(radial(G, W)), C_RADIAL * eps
@@ -148,115 +152,102 @@ def euler(args, name, norm, x, W, loss):
     yield "identity", "000.A5", f"|c G(cW)-G(W)|/|G|, 8 c, {name}", 0, worst, C_DEGREE * eps
 
 
-def leak(args, name, norm, x, W, loss, e):
-    """A2, A3, A5 with eps = e: the leaks of the gauge have closed forms."""
-    eps, w = torch.finfo(args.dtype).eps, SHRUNK * W
-    z, y_1 = x @ W, norm(x @ W, e)
-    factor = forward_factor(z, SHRUNK, e)
-    gap = deviation(norm(x @ w, e), host(y_1) * factor)
-    yield ("identity", "000.A2", f"forward leak's residual, .01 W, {name}", 0, gap,
-           C_GAUGE * eps * D_IN**0.5)
-    y = norm(x @ w, e)
-    G, u = gradient(lambda v: loss(norm(x @ v, e)), w), gradient(loss, y)
-    predicted = radial_leak(x @ w, y, u, e) / float(host(G).norm() * host(w).norm())
-    yield ("identity", "000.A5", f"radial leak's residual, .01 W, {name}", 0,
-           abs(radial(G, w) - predicted), C_RADIAL * eps)
+def leak(eps, name, norm, x, W, loss, c, e):
+    """A2, A3, A5 at eps = e: forward and radial leak, by as much as the closed forms say."""
+    told = eps if e is None else e
+    y_1, y = norm(x @ W, e), norm(x @ (c * W), e)
+    law, bound = host(y_1) * forward_factor(x @ W, c, told), C_GAUGE * eps * D_IN**0.5
+    at = f"c={c:g} eps={e}, {name}"
+    yield "identity", "000.A2", f"forward leak - law, {at}", 0, deviation(y, law), bound
+    yield ("control", "000.A3", f"N(x cW)-N(x W), {at}", deviation(law, y_1),
+           deviation(y, y_1), bound)
+    G, u = gradient(lambda w: loss(norm(x @ w, e)), c * W), gradient(loss, y)
+    law = radial_leak(x @ (c * W), y, u, told) / float(host(G).norm() * host(c * W).norm())
+    gap = abs(radial(G, c * W) - law)
+    yield "identity", "000.A5", f"radial leak - law, {at}", 0, gap, C_RADIAL * eps
+    yield ("control", "000.A5", f"<G,W>/|G||W|, {at}", abs(law), abs(radial(G, c * W)),
+           C_RADIAL * eps)
 
 
-def companion(args, name, norm, z):
+def companion(eps, name, norm, z):
     """A8: the Jacobian kills the scale direction; with eps it keeps e / r^3 of it."""
-    bound, z_, ms = C_JACOBIAN * torch.finfo(args.dtype).eps, host(z), host(z).square().mean()
+    bound, z_, ms = C_JACOBIAN * eps, host(z), host(z).square().mean()
     J, size = host(jacobian(norm, z)), z_.norm() / ms.sqrt()
     yield "identity", "000.A8", f"r|J z|/|z|, {name}", 0, (J @ z_).norm() / size, bound
     yield "identity", "000.A8", f"r|J'z|/|z|, {name}", 0, (J.T @ z_).norm() / size, bound
     e, r = float(ms), (2 * ms).sqrt()
     J = host(jacobian(lambda Z: norm(Z, e), z))
     gap = (J @ z_ - e / r**3 * z_).norm() * r / z_.norm()
-    yield "identity", "000.A8", f"r|J z-(e/r^3)z|/|z|, e=ms, {name}", 0, gap, bound
+    yield "identity", "000.A8", f"r|J z-(e/r^3)z|/|z|, eps=ms, {name}", 0, gap, bound
 
 
-def heads(args, x, W, loss):
+def heads(eps, draw, x, W, loss):
     """A4: a norm over each of H heads has H scales, one for each head's columns of W."""
-    eps, y = torch.finfo(args.dtype).eps, headnorm(x @ W)
-    c = (2 * args.draw(HEADS)).exp().repeat_interleave(D // HEADS)
-    yield ("identity", "000.A4", "max|N(x W diag(c))-N(x W)|/max|N|, heads", 0,
-           deviation(headnorm(x @ (W * c)), y), C_GAUGE * eps * D_IN**0.5)
+    bound, c = C_GAUGE * eps * D_IN**0.5, positive(draw, HEADS).repeat_interleave(D // HEADS)
+    off = deviation(headnorm(x @ (W * c)), headnorm(x @ W))
+    yield "identity", "000.A4", "max|N(x W diag(c))-N(x W)|/max|N|, heads", 0, off, bound
     G = gradient(lambda w: loss(headnorm(x @ w)), W)
-    parts = zip(G.chunk(HEADS, -1), W.chunk(HEADS, -1), strict=True)
+    parts = [G.chunk(HEADS, -1), W.chunk(HEADS, -1)]
     yield ("identity", "000.A4", "max over heads of |<G_h,W_h>|/|G_h||W_h|", 0,
-           max(abs(radial(*p)) for p in parts), C_RADIAL * eps)
-    yield ("control", "000.A4", "the same c with one norm over all heads", None,
-           deviation(rmsnorm(x @ (W * c)), rmsnorm(x @ W)), C_GAUGE * eps * D_IN**0.5)
+           max(map(abs, map(radial, *parts))), C_RADIAL * eps)
+    off = deviation(rmsnorm(x @ (W * c)), rmsnorm(x @ W))
+    yield "control", "000.A4", "the same c with one norm over all heads", None, off, bound
 
 
-def shift(args, x, W, loss):
-    """A4: LayerNorm has the shift W + v 1^T beside the scale; RMSNorm does not."""
-    eps, v = torch.finfo(args.dtype).eps, args.draw(D_IN, 1) / D_IN**0.5
-    bound, y = C_GAUGE * eps * D_IN**0.5, layernorm(x @ W)
-    yield ("identity", "000.A4", "max|LN(x(3W+v1'))-LN(x W)|/max|LN|", 0,
-           deviation(layernorm(x @ (3 * W + v)), y), bound)
-    G = host(gradient(lambda w: loss(layernorm(x @ w)), W))
-    yield ("identity", "000.A4", "|G 1|/(|G| sqrt(d)), LayerNorm", 0,
-           G.sum(-1).norm() / (G.norm() * D**0.5), C_RADIAL * eps)
-    yield ("identity", "000.A4", "|<G,W>|/|G||W|, LayerNorm", 0, abs(radial(G, W)), C_RADIAL * eps)
-    yield ("control", "000.A4", "max|N(x(W+v1'))-N(x W)|/max|N|, RMSNorm", None,
-           deviation(rmsnorm(x @ (W + v)), rmsnorm(x @ W)), bound)
+def shift(eps, draw, x, W, loss):
+    """A4: LayerNorm has the shift W + v 1' beside the scale; RMSNorm does not."""
+    bound, v = C_GAUGE * eps * D_IN**0.5, draw(D_IN, 1) / D_IN**0.5
+    off = deviation(layernorm(x @ (3 * W + v)), layernorm(x @ W))
+    yield "identity", "000.A4", "max|LN(x(3W+v1'))-LN(x W)|/max|LN|", 0, off, bound
+    G = gradient(lambda w: loss(layernorm(x @ w)), W)
+    off = host(G).sum(-1).norm() / (host(G).norm() * D**0.5)
+    yield "identity", "000.A4", "|G 1|/(|G| sqrt(d)), LayerNorm", 0, off, C_RADIAL * eps
+    yield "identity", "000.A4", "|<G,W>|/|G||W|, LayerNorm", 0, abs(radial(G, W)), C_RADIAL * eps
+    off = deviation(rmsnorm(x @ (W + v)), rmsnorm(x @ W))
+    yield "control", "000.A4", "max|N(x(W+v1'))-N(x W)|/max|N|, RMSNorm", None, off, bound
 
 
-def eps_controls(args, name, norm, x, W, loss, c, e):
-    """A3, A5: an eps > 0 breaks both, by as much as the closed forms say."""
-    eps, w, y_1 = torch.finfo(args.dtype).eps, c * W, norm(x @ W, e)
-    told = torch.finfo(args.dtype).eps if e is None else e
-    yield ("control", "000.A3", f"forward, c={c:g}, eps={e}, {name}",
-           deviation(host(y_1) * forward_factor(x @ W, c, told), y_1),
-           deviation(norm(x @ w, e), y_1), C_GAUGE * eps * D_IN**0.5)
-    y = norm(x @ w, e)
-    G, u = gradient(lambda v: loss(norm(x @ v, e)), w), gradient(loss, y)
-    predicted = abs(radial_leak(x @ w, y, u, told)) / float(host(G).norm() * host(w).norm())
-    yield ("control", "000.A5", f"|<G,W>|/|G||W| at {c:g} W, eps={e}, {name}", predicted,
-           abs(radial(G, w)), C_RADIAL * eps)
-
-
-def broken(args, x, W, loss):
-    """A1, A3, A4, A5: what is not the gauge."""
-    eps, y = torch.finfo(args.dtype).eps, rmsnorm(x @ W)
-    bound = C_GAUGE * eps * D_IN**0.5
-    rows, columns = args.draw(D_IN, 1).exp(), args.draw(D).exp()
-    yield ("control", "000.A4", "a scale for each row of W", None,
-           deviation(rmsnorm(x @ (rows * W)), y), bound)
-    yield ("control", "000.A4", "a scale for each column of W", None,
-           deviation(rmsnorm(x @ (W * columns)), y), bound)
-    G = gradient(lambda w: loss(x @ w), W)
-    yield "control", "000.A5", "|<G,W>|/|G||W|, no norm", None, abs(radial(G, W)), C_RADIAL * eps
-    G = gradient(lambda w: loss(rmsnorm(x) @ w), W)
-    yield ("control", "000.A1", "|<G,W>|/|G||W|, norm before W, not after", None,
-           abs(radial(G, W)), C_RADIAL * eps)
-    G = gradient(lambda w: loss(rmsnorm(x @ w)), W)
-    G_3 = gradient(lambda w: loss(rmsnorm(x @ w)), 3 * W)
+def broken(eps, draw, x, W, loss):
+    """A1, A4, A5: what is not the gauge."""
+    y, bound = rmsnorm(x @ W), C_GAUGE * eps * D_IN**0.5
+    for name, scaled in (("row", positive(draw, D_IN, 1) * W), ("column", W * positive(draw, D))):
+        off = deviation(rmsnorm(x @ scaled), y)
+        yield "control", "000.A4", f"a scale for each {name} of W", None, off, bound
+    for id, name, f in (("000.A5", "no norm", lambda w: x @ w),
+                        ("000.A1", "norm before W, not after", lambda w: rmsnorm(x) @ w)):
+        cosine = abs(radial(gradient(lambda w, f=f: loss(f(w)), W), W))
+        yield "control", id, f"|<G,W>|/|G||W|, {name}", None, cosine, C_RADIAL * eps
+    G, G_3 = (gradient(lambda w: loss(rmsnorm(x @ w)), c * W) for c in (1, 3))
     yield ("control", "000.A5", "|c G(3W)-G(W)|/|G|, c=3.003", 1e-3, distance(3.003 * G_3, G),
            C_DEGREE * eps)
 
 
+def inputs(draw):
+    """x with rows of unequal size, W, and a gain away from 0 and 1."""
+    x = draw(N, D_IN) * positive(draw, N, 1)
+    return x, draw(D_IN, D) / D_IN**0.5, 2 * positive(draw, D)
+
+
 def measure(args):
-    """Headings and sections in the write-up's order."""
-    x = args.draw(N, D_IN) * (args.draw(N, 1) / 2).exp()
-    W, loss = args.draw(D_IN, D) / D_IN**0.5, classifier(args.draw)
-    gain = 2 * (args.draw(D) / 3).exp()
+    """The identities norm by norm, the groups, then what is not the gauge."""
+    eps, draw = torch.finfo(args.dtype).eps, args.draw
+    x, W, gain = inputs(draw)
+    loss = classifier(draw)
     norms = {"typed": rmsnorm, "F.rms_norm": functional, "nn.RMSNorm": module(gain)}
-    yield product(args, x, W)
+    yield product(eps, x, W)
     for name, norm in norms.items():
-        yield forward(args, name, norm, x, W)
-        yield euler(args, name, norm, x, W, loss)
-        yield leak(args, name, norm, x, W, loss, EPS)
+        yield forward(eps, name, norm, x, W)
+        yield euler(eps, name, norm, x, W, loss)
     for name in ("typed", "F.rms_norm"):
-        yield companion(args, name, norms[name], args.draw(D))
-    yield heads(args, x, W, loss)
-    yield shift(args, x, W, loss)
-    yield "controls: the identity must break here"
+        yield companion(eps, name, norms[name], draw(D))
+    yield heads(eps, draw, x, W, loss)
+    yield shift(eps, draw, x, W, loss)
+    yield "with eps the gauge leaks"
     for name, norm in norms.items():
-        yield eps_controls(args, name, norm, x, W, loss, SHRUNK, EPS)
-    yield eps_controls(args, "nn.RMSNorm", norms["nn.RMSNorm"], x, W, loss, SHRUNK / 10, None)
-    yield broken(args, x, W, loss)
+        yield leak(eps, name, norm, x, W, loss, SHRUNK, EPS)
+    yield leak(eps, "nn.RMSNorm", norms["nn.RMSNorm"], x, W, loss, TINY, None)
+    yield "controls: the identity must break here"
+    yield broken(eps, draw, x, W, loss)
 
 
 if __name__ == "__main__":

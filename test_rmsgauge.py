@@ -125,6 +125,18 @@ def test_classifier_is_cross_entropy_of_a_tanh_layer():
     close(loss(y), (logits.exp().sum(-1).log() - picked).mean(), within=64)
 
 
+def test_inputs_are_in_general_position():
+    x, W, gain = gauge.inputs(draws(0, torch.float64))
+    assert (x.shape, W.shape, gain.shape) == ((64, 48), (48, 96), (96,))
+    # standard errors of a deviation of n normal numbers: 1 / sqrt(2 n); of their mean: 1 / sqrt(n)
+    assert abs(W.std() * math.sqrt(48) - 1) < 5 / math.sqrt(2 * W.numel())
+    for values, middle in ((gain.log(), math.log(2)), (x.norm(dim=-1).log(), math.log(48) / 2)):
+        assert abs(values.mean() - middle) < 5 * 0.5 / math.sqrt(len(values))
+    logs = gauge.positive(draws(0, torch.float64), 100, 100).log()
+    assert abs(logs.mean()) < 5 * 0.5 / 100
+    assert abs(logs.std() - 0.5) < 5 * 0.5 / math.sqrt(2e4)
+
+
 def test_sweep_covers_four_decades_and_c_that_are_rounded():
     assert (min(gauge.SWEEP), max(gauge.SWEEP), len(gauge.SWEEP)) == (0.01, 100, 43)
     assert {3.0, 0.7} < set(gauge.SWEEP)
@@ -200,7 +212,8 @@ def test_gauge_holds_for_five_seeds_in_both_dtypes():
         for dtype in ("float64", "float32"):
             found = report.judge(gauge, "--seed", str(seed), "--dtype", dtype)
             assert {r["verdict"] for r in found} <= {"ok", "seen", "info", "unresolved"}
-            assert {r["id"] for r in found if r["verdict"] == "unresolved"} <= {"000.A5"}
+            hidden = [r["quantity"] for r in found if r["verdict"] == "unresolved"]
+            assert hidden == (["|c G(3W)-G(W)|/|G|, c=3.003"] if dtype == "float32" else [])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -209,7 +222,7 @@ def test_gauge_bounds_are_neither_tight_nor_slack_over_200_seeds(dtype, monkeypa
                         ("POWERS", [0.125, 32.0])):
         monkeypatch.setattr(gauge, name, value)
     worst = worst_ratios(gauge, range(200), "--dtype", dtype)
-    assert len(worst) == 30
+    assert len(worst) == 32
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)
 
@@ -231,8 +244,7 @@ def test_gauge_bounds_are_what_the_constants_say():
 
 def test_gauge_prints_the_norms_it_speaks_of():
     args = report.parse("gauge.py", "", None, [])
-    args.draw(64, 48), args.draw(64, 1)
-    W = args.draw(48, 96) / math.sqrt(48)
+    _, W, _ = gauge.inputs(args.draw)
     found = {r["quantity"]: r["measured"] for r in report.judge(gauge)}
     for name in ("typed", "F.rms_norm", "nn.RMSNorm"):
         size = found[f"|G|, {name}"]
@@ -242,18 +254,18 @@ def test_gauge_prints_the_norms_it_speaks_of():
 
 
 def test_residuals_of_the_companion_have_no_unit():
-    args, z = report.parse("gauge.py", "", None, []), draws(0, torch.float64)(33) + 0.3
+    z = draws(0, torch.float64)(33) + 0.3
 
     def measured(z):
-        return [float(r[4]) for r in gauge.companion(args, "typed", gauge.rmsnorm, z)]
+        return [float(r[4]) for r in gauge.companion(2.0**-52, "typed", gauge.rmsnorm, z)]
     assert min(measured(z)) > 0
     assert measured(z) == measured(8 * z) == measured(z / 64)
 
 
 def test_product_row_is_the_error_of_the_matmul():
-    args, draw = report.parse("gauge.py", "", None, ["--dtype", "float32"]), draws(2, torch.float32)
+    draw = draws(2, torch.float32)
     x, W = 3 * draw(5, 7), draw(7, 4) / 9
-    (_, _, _, told, measured, _), = gauge.product(args, x, W)
+    (_, _, _, told, measured, _), = gauge.product(2.0**-23, x, W)
     gap = ((x @ W).double() - x.double() @ W.double()).abs()
     size = x.double().norm(dim=1, keepdim=True) * W.double().norm(dim=0)
     assert told == 0

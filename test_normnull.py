@@ -178,6 +178,80 @@ def test_the_scripts_inputs_are_in_general_position():
         assert (scale.squeeze(-1) * dx.norm(dim=-1) >= 0.1 * (gamma * u).norm(dim=-1)).all()
 
 
+def own_numbers(kind, x, u, gamma, e):
+    """dx, dgamma, yhat, scale, v of rows in float64 from torch's functionals in x's dtype."""
+    x, gamma = x.clone().requires_grad_(), gamma.clone().requires_grad_()
+    f = F.layer_norm(x, x.shape[-1:], gamma, None, e) if kind == "LN" else F.rms_norm(
+        x, x.shape[-1:], gamma, e)
+    dx, dgamma = (g.double() for g in torch.autograd.grad((f * u).sum(), (x, gamma)))
+    wide = x.detach().double()
+    c = wide - wide.mean(-1, keepdim=True) if kind == "LN" else wide
+    scale = (c.square().mean(-1, keepdim=True) + e).sqrt()
+    return dx, dgamma.detach(), c / scale, scale.squeeze(-1), (gamma * u).detach().double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["LN", "RMS"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_row_of_meanfree_is_the_number_it_names(seed, kind, dtype):
+    draw, eps, B, d = draws(seed, dtype), torch.finfo(dtype).eps, 4, 10
+    slack = 2.0**-53  # what residuals of this size lose themselves
+    x, u, gamma, beta = draw(B, d) + 0.5, draw(B, d), draw(d) / 3 + 2, draw(d)
+    wide, default = x.double(), 1e-5 if kind == "LN" else eps
+    kappa = (wide.square().mean(-1) / wide.var(-1, correction=0)).max().sqrt()
+    floor = 8 * eps * (kappa if kind == "LN" else 1)
+    sections = [meanfree.orthogonal("t", kind, x, u, gamma, beta),
+                meanfree.summed("t", kind, x, u, gamma, beta)]
+    sections += [meanfree.zero_sum("t", x, u, gamma, beta) if kind == "LN"
+                 else meanfree.free_sum("t", x, u, gamma, beta)]
+    found = {(r[0], r[2].removesuffix(", t")): r[3:] for section in sections for r in section}
+
+    def same(key, told, measured, bound):
+        for got, want in zip(found.pop(key), (told, measured, bound), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(float(got), float(want), rtol=1e-6, atol=slack)
+    for e, name in ((0.0, "eps=0"), (default, "default eps"), (0.5, "eps=.5")):
+        dx, dgamma, yhat, scale, v = own_numbers(kind, x, u, gamma, e)
+        S = v.norm(dim=-1) * d**0.5 / scale
+        dot, told = (dx * yhat).sum(-1), e / scale**3 * (v * yhat).sum(-1)
+        if e == 0:
+            same(("identity", f"|dx.yhat|/S, {kind}, eps=0"), 0, (dot.abs() / S).max(), floor)
+            noise = dot / S
+        else:
+            same(("identity", f"|dx.yhat-leak|/S, {kind}, {name}"), 0,
+                 ((dot - told).abs() / S).max(), floor)
+        if e == 0.5 or (e and kind == "LN"):
+            same(("control", f"|dx.yhat|/S, {kind}, {name}"), (told.abs() / S).max(),
+                 (dot.abs() / S).max(), floor)
+        if name == "default eps" and kind == "LN" and dtype is torch.float32:
+            by = told / S
+            same(("law", "slope of dx.yhat on the leak, LN"), 1,
+                 (dot / S * by).sum() / (by * by).sum(),
+                 5 * (noise * by).square().sum().sqrt() / (by * by).sum())
+        if kind == "LN" and e < 0.5:
+            same(("identity", f"|sum(dx)|/S, LN, {name}"), 0, (dx.sum(-1).abs() / S).max(), floor)
+        if kind == "LN" and name == "default eps":
+            same(("info", "median |sum(dx)|, LN"), None, dx.sum(-1).abs().median(), None)
+        if kind == "RMS" and name == "default eps":
+            g = gamma.double()
+            a = (g - g * (wide / scale[:, None]).mean(-1, keepdim=True) * yhat) / scale[:, None]
+            exact, total = (a * u.double()).sum(-1), dx.sum(-1)
+            same(("identity", "|sum(dx)-<a,u>|/S, RMS"), 0, ((total - exact).abs() / S).max(),
+                 floor)
+            same(("info", "median |sum(dx)|, RMS"), None, total.abs().median(), None)
+            same(("law", "rms over rows of sum(dx)/|a|, RMS"), 1,
+                 (total**2 / (a * a).sum(-1)).mean().sqrt(), 5 / math.sqrt(2 * meanfree.B))
+            same(("control", "|sum(dx)|/S, RMS"), (exact.abs() / S).max(), (total.abs() / S).max(),
+                 floor)
+    ratio = scale.square() / 0.5
+    c = yhat * scale[:, None]
+    same(("identity", f"sum (r^2/e)dx.c - gamma.dgamma, {kind}"), 0,
+         ((ratio * (dx * c).sum(-1)).sum() - (gamma.double() * dgamma).sum()).abs()
+         / (ratio * v.norm(dim=-1)).sum(), floor)
+    assert not found
+
+
 def test_summing_y_would_test_nothing():
     draw = draws(0, torch.float64)
     x, one, zero = draw(5, 32), torch.ones(32).double(), torch.zeros(32).double()

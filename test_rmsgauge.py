@@ -2,11 +2,13 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import dynamics
 import gauge
 import report
 
@@ -44,6 +46,11 @@ def close(a, b, dtype=torch.float64, within=8):
     """a = b but for a few roundings."""
     torch.testing.assert_close(torch.as_tensor(a, dtype=dtype), torch.as_tensor(b, dtype=dtype),
                                rtol=within * torch.finfo(dtype).eps, atol=0)
+
+
+def near(value, rel=1e-13):
+    """The number, but for a few roundings."""
+    return pytest.approx(value, rel=rel, abs=0)
 
 
 def row(*values):
@@ -97,8 +104,8 @@ def test_gradient_of_a_scalar():
 def test_residuals_of_numbers():
     assert gauge.deviation(row(1, 2, -3), row(1, 2.5, -4)) == 0.25
     assert gauge.distance(row(3, 4), row(3, 2)) == 2 / math.sqrt(13)
-    assert gauge.radial(row(1, 0), row(3, 4)) == pytest.approx(0.6, rel=1e-15)
-    assert gauge.radial(row(1, 0), row(-3, 4)) == pytest.approx(-0.6, rel=1e-15)
+    assert gauge.radial(row(1, 0), row(3, 4)) == near(0.6, 1e-15)
+    assert gauge.radial(row(1, 0), row(-3, 4)) == near(-0.6, 1e-15)
 
 
 def test_forward_factor_of_numbers():
@@ -113,7 +120,7 @@ def test_radial_leak_of_numbers():
     # rows with ms = 1 and 12.5, <u, y> = 2 and -3, e = 1: 2 / 2 - 3 / 13.5
     z, y = torch.stack([row(1, 1), row(3, 4)]), torch.stack([row(1, 1), row(1, 0)])
     u = torch.stack([row(0.5, 1.5), row(-3, 8)])
-    assert gauge.radial_leak(z, y, u, 1) == pytest.approx(1 - 3 / 13.5, rel=1e-15)
+    assert gauge.radial_leak(z, y, u, 1) == near(1 - 3 / 13.5, 1e-15)
 
 
 def test_classifier_is_cross_entropy_of_a_tanh_layer():
@@ -239,7 +246,7 @@ def test_gauge_bounds_are_what_the_constants_say():
             told_here = 32 if "G(" in text else 4 if "G" in text or "radial" in text else forward
         if "elements" in text:
             told_here = 0
-        assert r["bound"] == pytest.approx(told_here * eps, rel=1e-12), r
+        assert r["bound"] == pytest.approx(told_here * eps, rel=1e-12, abs=0), r
 
 
 def test_gauge_prints_the_norms_it_speaks_of():
@@ -250,7 +257,7 @@ def test_gauge_prints_the_norms_it_speaks_of():
         size = found[f"|G|, {name}"]
         assert size > 1
         assert found[f"|<G,W>|/|G||W|, {name}"] == pytest.approx(
-            found[f"|<G,W>|, {name}"] / (size * float(W.norm())), rel=1e-3)
+            found[f"|<G,W>|, {name}"] / (size * float(W.norm())), rel=1e-3, abs=0)
 
 
 def test_residuals_of_the_companion_have_no_unit():
@@ -269,7 +276,7 @@ def test_product_row_is_the_error_of_the_matmul():
     gap = ((x @ W).double() - x.double() @ W.double()).abs()
     size = x.double().norm(dim=1, keepdim=True) * W.double().norm(dim=0)
     assert told == 0
-    assert float(measured) == pytest.approx(float((gap / size).max()), rel=1e-6)
+    assert float(measured) == pytest.approx(float((gap / size).max()), rel=1e-6, abs=0)
     assert float(measured) > 0
 
 
@@ -294,6 +301,449 @@ def test_a_wrong_formula_turns_gauge_red(name, wrong, monkeypatch, capsys):
     monkeypatch.setattr(gauge, name, wrong)
     assert status(gauge) == 1
     assert "FAILS" in capsys.readouterr().out
+
+
+SHAPES = ((5, 7), (16, 16), (24, 48), (9, 33))  # d_in, d
+EPS = torch.finfo(torch.float64).eps
+SETTLED = ("--lr", "0.02", "--wd", "0.1", "--steps", "120")
+IDS = {f"000.A{k}" for k in (7, *range(9, 20))}
+
+
+def numbers(section):
+    """[(kind, id, expected, measured, bound)] of a section's rows."""
+    return [(r[0], r[1], *(None if v is None else float(v) for v in r[3:6])) for r in section]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The script at sizes of its own, without the full batch."""
+    for name, value in (("K", 3), ("N", 4), ("D_IN", 5), ("D", 6), ("ROWS", 24)):
+        monkeypatch.setattr(dynamics, name, value)
+    monkeypatch.setattr(dynamics, "full", lambda *args: (r for r in ()))
+
+
+# dynamics.py: the functions against values worked by hand
+
+
+def test_norm_law_and_angle_of_numbers():
+    # (1 - 1/5)^2 25 + 2^2 / 4 = 17, and 15 + 1 as the write-up has it
+    assert dynamics.norm_law(25, 4, 0.5, 0.2) == near(17)
+    assert dynamics.truncated(25, 4, 0.5, 0.2) == near(16)
+    assert float(dynamics.turn(row(5), row(2), 0.5, 0.2)) == near(math.atan(0.25))
+    assert float(dynamics.turn(row(5), row(8), 0.5, 0)) == near(math.atan(0.8))
+
+
+def test_angle_of_rows():
+    W, W_1 = torch.stack([row(2, 0), row(3, 4)]), torch.stack([row(3, 4), row(-4, 3)])
+    assert dynamics.angle(W, W_1).tolist() == near([math.atan2(4, 3), math.pi / 2])
+    for t in (1e-12, 1e-7, 0.3, 1.5, 3.0):
+        theta = dynamics.angle(row(7, 0)[None], 5 * row(math.cos(t), math.sin(t))[None])
+        assert float(theta) == near(t)
+
+
+def test_log_cos_of_angles():
+    assert dynamics.log_cos(row(math.atan(0.75), 1e-9)).tolist() == near([math.log(0.8), -5e-19])
+
+
+def test_fixed_point_and_rotation_of_numbers():
+    # 2 wd - wd^2 = 0.36, so R*^2 = lr G / 0.6
+    assert dynamics.fixed_point(8, 0.3, 0.2) == near(2)
+    assert dynamics.balance(8, 0.3, 0.2) == near(4)
+    assert dynamics.balance(8, 0.3, 1e-8) == near(2.4 / math.sqrt(2e-8 - 1e-16), 1e-7)
+    assert dynamics.rotation(0.2) == near(math.atan(0.75))
+    assert dynamics.rotation(0.5) == near(math.pi / 3)
+    assert dynamics.rotation(1e-18) == near(math.sqrt(2) * 1e-9)
+
+
+def test_relaxation_of_numbers():
+    # |R^4 - 1| = 1 and 80 shrink by 0.8^4 a step, to 1e-3
+    rate = -4 * math.log(0.8)
+    assert dynamics.relaxation(2**0.25, 1, 0.2) == near(math.log(1e3) / rate)
+    assert dynamics.relaxation(6, 2, 0.2) == near(math.log(80e3) / rate)
+    assert dynamics.relaxation(1e-9, 2, 0.2) == near(math.log(1e3) / rate)
+    assert dynamics.relaxation(2, 2, 0.2) == 0
+
+
+def test_rmsnorm_and_gradient_of_a_row():
+    assert dynamics.rmsnorm(row(2, 2, -2, 2)).tolist() == [1, 1, -1, 1]
+    # y = (3, 4) / r, r^2 = 12.5, dL/dy = p_1 (-1, 1), J = ((16, -12), (-12, 9)) / 25 r; two rows
+    W, x = row(3, 4)[None, None], torch.stack([row(1), row(2)])[None]
+    g = dynamics.gradient(W, x, torch.tensor([[0, 0]]), torch.eye(2, dtype=torch.float64))
+    r = math.sqrt(12.5)
+    p = 1 / (1 + math.exp(-1 / r))
+    assert g.flatten().tolist() == near([-28 * p / (25 * r), 21 * p / (25 * r)])
+
+
+def test_updates_of_numbers():
+    g = torch.tensor([[[[0, -2], [5, 0]]], [[[3, 0], [0, -1]]]], dtype=torch.float64)
+    u = dynamics.updates(g)
+    assert list(u) == ["SGD", "sign", "polar", "Adam"]
+    assert torch.equal(u["SGD"], g) and torch.equal(u["sign"], g.sign())
+    assert (u["polar"] - g.sign()).abs().max() <= 4 * EPS
+    assert u["Adam"].shape == g.shape
+    adam = u["Adam"][1, 0].tolist()
+    # second step: m = (0.09 g_1 + 0.1 g_2) / 0.19, v = (0.000999 g_1^2 + 0.001 g_2^2) / 0.001999
+    assert adam[0] == near([0.3 / 0.19 / math.sqrt(0.009 / 0.001999),
+                            -0.18 / 0.19 / math.sqrt(0.003996 / 0.001999)], 1e-11)
+    assert u["Adam"][0, 0, 0, 1] == near(-1) and u["Adam"][0, 0, 1, 0] == near(1)
+
+
+def test_polar_factor_is_orthogonal_at_every_shape():
+    for shape in ((2, 3, 5, 7), (2, 3, 7, 5), (1, 1, 6, 6)):
+        U = dynamics.updates(draws(0, torch.float32)(*shape))["polar"].double()
+        short = U @ U.mT if shape[2] <= shape[3] else U.mT @ U
+        assert (short - torch.eye(min(shape[2:]))).abs().max() < 1e-6
+
+
+def test_rms_and_strays_of_numbers():
+    assert dynamics.rms(row(1, 7)) == near(5)
+    R = torch.tensor([[2.0, 2.0, 2.0], [3.2, 3.4, 1.2]])
+    assert dynamics.strays(R, 2).tolist() == [False, True, True]  # log 1.6 = .47, 1.7 = .53
+
+
+def test_a_batch_has_labels_of_every_class():
+    x, t = dynamics.batch(SimpleNamespace(draw=draws(0, torch.float32)), 50, 7)
+    assert x.shape == (50, 7, dynamics.D_IN) and x.dtype == torch.float32
+    assert t.shape == (50, 7) and t.unique().tolist() == list(range(dynamics.CLASSES))
+
+
+# dynamics.py: paths, at sizes and seeds of their own
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d_in", "d"), SHAPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_replica_has_its_own_tangent_gradient_of_degree_minus_one(seed, d_in, d, dtype):
+    draw, eps = draws(seed, dtype), torch.finfo(dtype).eps
+    W, x, A, t = draw(3, d_in, d), draw(3, 9, d_in), draw(d, 5), draw(3, 9, 5).argmax(-1)
+    g = dynamics.gradient(W, x, t, A)
+    w, h = dynamics.host(W), dynamics.host(g)
+    assert h.norm(dim=1).min() > 0.01
+    assert ((w * h).sum(1).abs() / (w.norm(dim=1) * h.norm(dim=1))).max() <= 4 * eps
+    assert (7 * dynamics.gradient(7 * W, x, t, A) - g).norm() <= 64 * eps * g.norm()
+    leaf = W.clone().requires_grad_()
+    for b in range(3):
+        F.cross_entropy(F.rms_norm(x[b] @ leaf[b], (d,), eps=0.0) @ A, t[b]).backward()
+    assert (leaf.grad - g).norm() <= 64 * eps * g.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_path_follows_the_exact_law_and_not_the_truncated_one(seed, dtype, monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 2)
+    draw, eps = draws(seed, dtype), torch.finfo(dtype).eps
+    W, A, x, t = draw(4, 5, 7), draw(7, 3), draw(4, 9, 5), draw(4, 9, 3).argmax(-1)
+    R, g, dot, theta, lr, wd = dynamics.trajectory(W, A, lambda: (x, t), [0.1, 0.3], [0.2, 0], 12)
+    assert R.shape == (13, 4) and g.shape == dot.shape == theta.shape == (12, 4)
+    assert lr.tolist() == [float(torch.tensor(v, dtype=dtype)) for v in (0.1, 0.1, 0.3, 0.3)]
+    assert wd.tolist() == [1 - float(torch.tensor(v, dtype=dtype)) for v in (0.8, 0.8, 1, 1)]
+    assert R[0].tolist() == near(W.double().flatten(1).norm(dim=1).tolist())
+    n = R[1:] ** 2
+    assert (((1 - wd) * R[:-1]) ** 2 + (lr * g) ** 2 - n).abs().max() <= 16 * eps * n.max()
+    assert (torch.atan(lr * g / ((1 - wd) * R[:-1])) - theta).abs().max() <= 16 * eps
+    assert (dot.abs() / (g * R[:-1])).max() <= 4 * eps
+    off = (n - (1 - 2 * wd) * R[:-1] ** 2 - (lr * g) ** 2)[:, :2] / R[:-1, :2] ** 2
+    assert (off - 0.04).abs().max() < 1e-4
+    assert (R[1:, 2:] > R[:-1, 2:]).all()
+
+
+@pytest.mark.parametrize("wd", [1e-6, 1e-3, 0.02, 0.29, 0.5, 0.9])
+@pytest.mark.parametrize("lr", [1e-8, 0.1, 1e3])
+def test_steady_gradient_settles_where_the_closed_form_says(lr, wd):
+    n, G = dynamics.balance(3.0, lr, wd), 3.0
+    assert n == near(lr * G / math.sqrt(wd * (2 - wd)), 16 * EPS / wd)
+    assert math.cos(math.atan2(lr * G / n, 1 - wd)) == near(1 - wd, 16 * EPS / wd)
+    if wd > 1e-3:
+        R2 = 100 * n
+        for _ in range(5000):
+            R2 = (1 - wd) ** 2 * R2 + (lr * G) ** 2 / R2
+        assert R2 == near(n, 16 * EPS / wd)
+
+
+# dynamics.py: the sections, on records made by hand
+
+
+ARGS = SimpleNamespace(dtype=torch.float64)
+
+
+def test_step_rows_of_numbers(monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 1)
+    # lr = 1, wd = 1/2: R = 2, g = 3 gives 1 + 9 = 10; the second replica, R = 4, g = 1, 4 + 1 = 5
+    R = torch.stack([row(2, 4), row(10**0.5, 4)]).repeat(1, 1)
+    g, dot, lr, wd = row(3, 1)[None], row(0.25, -1)[None], row(1, 1), row(0.5, 0.5)
+    theta = row(1.25, math.atan(0.5) - 0.25)[None]
+    found = numbers(dynamics.step(ARGS, R, g, dot, theta, lr, wd))
+    assert [r[:2] for r in found] == [("identity", "000.A9"), ("control", "000.A9"),
+                                      ("identity", "000.A11"), ("identity", "000.A14"),
+                                      ("control", "000.A14")]
+    # |16 - 5| / (16 + 1); dropped 1 / (4 + 9); 2 |-1| / 17; .25; |atan 3 - 1.5| / 2.5 and 1.25's
+    assert [r[2] for r in found] == [0, near(1 / 13), 0, 0, near((1.5 - math.atan(3)) / 2.5)]
+    assert [r[3] for r in found] == [near(11 / 17), near(1 / 13), near(2 / 17), near(0.25),
+                                     near(0.1)]
+    assert [r[4] / EPS for r in found] == [16, 16, 4, 16, 16]
+
+
+def test_whole_rows_of_numbers(monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 1)
+    # wd = 1/2, lr |g| = 1, R_0^2 = 4: law 2, 1.5; write-up 1, 1. R_t^2 = 4, 3, 5 off by 1/7, 3.5/8
+    R, lr, wd = torch.stack([row(4, 4), row(3, 2), row(5, 1.5)]).sqrt(), row(2, 2), row(0.5, 0.5)
+    g, theta = torch.full((2, 2), 0.5, dtype=torch.float64), row(math.atan(0.75), 0.5)[:, None]
+    theta = theta.repeat(1, 2)
+    found = numbers(dynamics.whole(ARGS, R, g, theta, lr, wd))
+    assert [r[:2] for r in found] == [("identity", "000.A10"), ("control", "000.A10"),
+                                      ("identity", "000.A18")]
+    # (1 - 2 wd)^1 wd^2 4 + wd^2 3 of R_T^2 = 5, and R_T^2 - 1
+    assert found[0][2:] == (0, near(3.5 / 8), near(8 * EPS * math.sqrt(2)))
+    assert found[1][2:] == (near(0.75 / 5), near(0.8), near(8 * EPS * math.sqrt(2)))
+    gaps = [(math.log(0.8) + math.log(math.cos(0.5))) / 2 + math.log(2) + math.log(v / 4) / 4
+            for v in (5, 1.5)]
+    size = 1 + math.sqrt((0.75**2 + math.tan(0.5) ** 2) / 2)
+    assert found[2][2:] == (0, near(max(map(abs, gaps)) / size),
+                            near(EPS * (8 / math.sqrt(2) + math.log(2))))
+    theta[1, 1] = math.pi / 2 - 1e-8
+    beyond = numbers(dynamics.whole(ARGS, R, g, theta, lr, wd))
+    assert [r[0] for r in beyond] == ["identity", "control", "info"]
+
+
+def test_fading_of_the_dropped_terms_is_geometric(monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 2)
+    # wd = 1/4: 1/16 (R_0^2 / 4 + R_1^2 / 2 + R_2^2), the larger of two replicas
+    R, zero = torch.stack([row(16, 1), row(8, 1), row(2, 1), row(4, 1)]).sqrt(), row(0, 0)
+    g, theta = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    _, told, _ = numbers(dynamics.whole(ARGS, R, g, theta, zero, row(0.25, 0.25)))
+    assert told[2:4] == (near(max(10 / 64, 1.75 / 16)), near(max(1 - 0.5, 1 - 0.125)))
+
+
+def test_the_write_ups_relative_4e_4_is_truncation():
+    found = numbers(dynamics.truncation())
+    exact = 1 - (0.998 / 0.999**2) ** 400
+    assert found == [("law", "000.A10", 4e-4, near(exact, 1e-9), near(1.6e-6)),
+                     ("law", "000.A10", 4e-4, near(4e-4, 1e-9), near(4e-9))]
+    assert exact == pytest.approx(400 * 1e-6, rel=2.5e-3)
+
+
+def test_growth_rows_of_numbers():
+    # lr |g| = .1, .2 at R^2 = 1, 1.02; then R^2 = 1.05: shrinks nowhere; second replica does
+    R = torch.stack([row(1, 1), row(1.02, 0.5), row(1.05, 1.02)]).sqrt()
+    g = torch.stack([row(0.2, 0.2), row(0.4, 0.1)])
+    args = SimpleNamespace(dtype=torch.float32)
+    found = numbers(dynamics.growth(args, R, g, torch.tensor(0.5, dtype=torch.float64)))
+    floor, told = 8 * 2**-23 * math.sqrt(2), 2 * (0.01 + 0.04 * 1.02 + 0.01 + 0.0025 * 0.5)
+    assert found[0] == ("control", "000.A7", near(1 - 1 / 1.0125), near(1 - 1 / 1.02), near(floor))
+    assert found[1] == ("identity", "000.A7", 0, 1, 0)
+    bound = 0.04 / 1.02 + 2 * floor * (1.05**2 + 1.02**2) / told
+    assert found[2] == ("law", "000.A7", 1, near((1.05**2 + 1.02**2 - 2) / told), near(bound))
+    same = torch.ones(3, 2, dtype=torch.float64)
+    still = numbers(dynamics.growth(ARGS, same, 1e-8 * g, torch.tensor(1, dtype=torch.float64)))
+    assert [r[0] for r in still] == ["control", "info", "info"] and still[1][3] == 4
+
+
+def test_steady_rows_of_numbers():
+    # lr G = .3 and wd = .2: R*^2 = .5, theta* = atan .75, slope 2 .64 - 1; half: .15 / sqrt(.19)
+    found = numbers(dynamics.steady(3, 0.1, 0.2))
+    assert [r[:2] for r in found] == [
+        ("identity", "000.A12"), ("control", "000.A12"), ("identity", "000.A13"),
+        ("identity", "000.A18"), ("control", "000.A17"), ("control", "000.A19")]
+    half = 1 - math.acos(0.9) / math.acos(0.8)
+    for (_, _, told, seen, bound), value in zip(
+            found, (0, 1 - math.sqrt(0.9), 0, 0, 1, half), strict=True):
+        assert told == pytest.approx(value, abs=4 * EPS)
+        assert seen == pytest.approx(value, abs=8 * EPS)
+        assert bound == near(8 * EPS / 0.36)
+
+
+def test_settled_rows_of_numbers(monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 2)
+    # wd = .1, lr = .19^.5: R* = sqrt(G); the window is t = 100..200, R_0 = 3 relaxes in time
+    R = torch.full((201, 2), 2.0, dtype=torch.float64)
+    R[0], R[100:, 1] = 3, 2.2
+    g = 2 * torch.ones(200, 2, dtype=torch.float64)
+    theta = torch.full((200, 2), 0.3, dtype=torch.float64)
+    ids, lr = ("000.A12", "000.A18"), math.sqrt(0.19)
+    found = numbers(dynamics.settled("x", ids, R, g, theta, lr, 0.1))
+    G = math.sqrt((4**2 + 4.4**2) / 2)
+    told, s = math.sqrt(G), math.log(1.1) / 2 * math.sqrt(202 / 201)
+    error, wait = 5 * s / (2 * 10), math.log(1e3 * (81 / G**2 - 1)) / (-4 * math.log(0.9))
+    assert found[0] == ("law", "000.A12", near(told), near(((16 + 2.2**4) / 2) ** 0.25),
+                        near(told * (error / 2 + 4 * s * s)))
+    at = math.acos(0.9)
+    assert found[1] == ("law", "000.A18", near(at), near(0.3), near(at * error))
+    assert found[2] == ("info", "000.A18", near(180 * at / math.pi), near(54 / math.pi), None)
+    assert found[3] == ("info", "000.A13", 100, near(wait), None)
+    assert found[4] == ("identity", "000.A13", 0, 0, 0)
+    R[150, 0] = 4
+    assert numbers(dynamics.settled("x", ids, R, g, theta, lr, 0.1))[4][3] == 1
+    brief = list(dynamics.settled("x", ids, R[:20], g[:19], theta[:19], lr, 0.1))
+    assert [r[0] for r in brief] == ["info"] * 5
+    needed = math.ceil(dynamics.relaxation(3, math.sqrt(dynamics.rms(g[9:19] * R[9:19])), 0.1))
+    assert brief[0][6]["judged"].endswith(f"--steps is {2 * needed} or more")
+    coarse = list(dynamics.settled("x", ids, R, g, theta, lr, 0.13))
+    assert [r[0] for r in coarse] == ["info"] * 5
+    R[:2, 1] = 1e9  # the larger start of the two has further to go
+    assert numbers(dynamics.settled("x", ids, R, g, theta, lr, 0.1))[3][3] > 190
+
+
+def test_full_batch_rows_of_numbers(monkeypatch):
+    monkeypatch.setattr(dynamics, "K", 2)
+    monkeypatch.setattr(dynamics, "FULL", (0.5, 0.5, 4))
+    args = SimpleNamespace(draw=draws(0, torch.float64))
+    # lr G = .5 3^.5 and wd = .5: R* = 1, where the first path stays; the second falls, then jumps
+    R = torch.tensor([[9, 9], [9, 9], [1, 4], [1, 2], [1, 3.4]], dtype=torch.float64)
+    g = torch.full((4, 2), math.sqrt(3), dtype=torch.float64) / R[:-1]
+    record = (R, g, None, None, row(0.5, 0.5), row(0.5, 0.5))
+    seen = {}
+    monkeypatch.setattr(dynamics, "trajectory", lambda W, A, b, *rest: seen.update(
+        rest=rest, same=b()[0] is b()[0]) or record)
+    found = numbers(dynamics.full(args, None, None))
+    assert seen == {"rest": ([0.5], [0.5], 4), "same": True}
+    assert found == [("law", "000.A13", 0, 1, 0.8), ("law", "000.A13", 1, 0, 0.05)]
+    R[4, 1] = 3.2  # now it does not jump
+    assert numbers(dynamics.full(args, None, None))[0][3] == 2
+    R[2:, 0] = row(8, 4, 2)  # halves at every step, as one of the second path's two does
+    assert numbers(dynamics.full(args, None, None))[1][3] == near(1)
+
+
+def test_pace_rows_of_numbers(monkeypatch):
+    # W = (2, 0) and g = (0, 1/c) at c W; another rule's u = (.6, -.8), whose cosine is .6
+    scales = (4.0, 2.0, 1.0, 0.5, 0.25)
+    g = torch.tensor([[[0, 1 / c]] for c in scales], dtype=torch.float64)
+    u = torch.tensor([0.6, -0.8], dtype=torch.float64).expand(5, 1, 2)
+    monkeypatch.setattr(dynamics, "gradient", lambda w, x, t, A: g * (1 if x.shape[1] == 48 else 0))
+    monkeypatch.setattr(dynamics, "updates", lambda h: {
+        "SGD": h, "odd": torch.stack([u.flip(-1), u]), "one": -u[None]})
+    args = SimpleNamespace(dtype=torch.float64, draw=draws(0, torch.float64))
+    found = numbers(dynamics.pace(args, row(2, 0)[None], None))
+    assert [r[:2] for r in found] == [
+        ("identity", "000.A17"), ("law", "000.A15"), ("control", "000.A15"),
+        *[("control", "000.A17"), ("law", "000.A15")] * 2, ("law", "000.A16"), ("law", "000.A16")]
+    c, flat = torch.tensor(scales).double(), torch.ones(5, dtype=torch.float64)
+
+    def slope(theta):
+        design = torch.stack([c.log(), flat], 1)
+        return float(torch.linalg.lstsq(design, theta.log()[:, None]).solution[0])
+    # largest angle, at c = 1/4: lr |u| = .01 |W|; lr = .00125 for g, .005 for u
+    theta = torch.atan(0.00125 / c / (2 * c))
+    bound = 2e-4 + 0.1 * EPS / float(theta.min())
+    assert found[0][2:] == (0, 0, near(4 * EPS))
+    assert found[1][2:] == (-2, near(slope(theta)), near(bound))
+    assert found[2][2:] == (1, near(-1 - slope(theta)), near(bound))
+    for k, sign, cosine in ((3, 1, 0.8), (5, -1, 0.6)):
+        theta = torch.atan2(flat * 0.004, 2 * c - sign * 0.003)
+        assert found[k][2:] == (None, near(cosine), near(4 * EPS))
+        assert found[k + 1][2] == -1 and found[k + 1][3] == near(slope(theta))
+        assert found[k + 1][4] == near(2e-4 + 0.006 + 0.1 * EPS / float(theta.min()))
+    for k, t in ((7, 0.0025), (8, 0.01)):
+        assert found[k][2:] == (4, near(math.atan(4 * t) / math.atan(t)), near(40 * t * t))
+
+
+# dynamics.py: the script
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_dynamics_holds_and_shows_every_claim(dtype):
+    found = report.judge(dynamics, "--dtype", dtype)
+    assert {r["verdict"] for r in found} == {"ok", "seen", "info"}
+    assert {r["id"] for r in found if r["verdict"] != "info"} == IDS
+    power = {r["quantity"].split()[-1]: r["expected"] for r in found if "exponent" in r["quantity"]}
+    assert power == {"SGD": -2, "sign": -1, "polar": -1, "Adam": -1}
+    assert sum(r["id"] == "000.A16" and r["expected"] == 4 for r in found) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_dynamics_bounds_are_neither_tight_nor_slack(dtype, small):
+    worst, calm = {}, []
+    for seed in range(12):
+        for r in report.judge(dynamics, "--seed", str(seed), "--dtype", dtype, *SETTLED):
+            assert r["verdict"] not in ("FAILS", "weak"), (seed, r)
+            if r["kind"] in ("identity", "law") and r["bound"]:
+                key = r["kind"], r["id"], r["quantity"]
+                worst[key] = max(worst.get(key, 0), r["ratio"])
+            if r["kind"] == "law" and "radians" in r["quantity"]:
+                calm.append(r["ratio"])
+    assert len(worst) == 24
+    for key, ratio in worst.items():
+        if key[0] == "identity":
+            assert (0 if "steady" in key[2] or "at R*" in key[2] else 2e-3) <= ratio < 0.5, key
+        else:
+            assert ratio < 0.9, key
+    # five standard errors: the mean square of ratio is 1/25
+    assert 0.1 < dynamics.rms(torch.tensor(calm)) < 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("wd", ["0", "1e-17", "1e-9", "0.3", "0.99999999"])
+@pytest.mark.parametrize("lr", ["1e-8", "0.03", "1e3"])
+def test_dynamics_takes_any_lr_and_wd(lr, wd, dtype, small):
+    for steps in ("1", "2", "19"):
+        found = report.judge(dynamics, "--lr", lr, "--wd", wd, "--steps", steps, "--dtype", dtype)
+        assert report.holds(found), [r for r in found if r["verdict"] in ("FAILS", "weak")]
+        assert {r["id"] for r in found} == IDS
+        none = wd in ("0", "1e-17") or (wd == "1e-9" and dtype == "float32")
+        assert none == any("needs wd" in r["quantity"] for r in found)
+
+
+def test_settled_rows_are_judged_only_once_the_paths_can_have_settled(small):
+    def kinds(*argv):
+        return {r["kind"] for r in report.judge(dynamics, *argv) if r["quantity"].startswith("R, ")}
+    assert kinds(*SETTLED) == {"law"}
+    assert kinds(*SETTLED[:4], "--steps", "20") == {"info"}
+    assert kinds("--wd", "0.4", *SETTLED[4:]) == {"info"}
+
+
+def test_same_seed_same_rows_other_seed_other_rows(small):
+    one, two, other = (report.judge(dynamics, "--steps", "9", "--seed", s) for s in "113")
+    assert one == two != other
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--lr", "0"], "--lr"), (["--lr", "-1"], "--lr"), (["--lr", "nan"], "--lr"),
+    (["--lr", "inf"], "--lr"), (["--lr", "1e9", "--dtype", "float32"], "float32"),
+    (["--lr", "1e-10", "--dtype", "float32"], "float32"), (["--lr", "1e75"], "float64"),
+    (["--wd", "1"], "--wd"), (["--wd", "-0.1"], "--wd"), (["--wd", "nan"], "--wd"),
+    (["--steps", "0"], "--steps"), (["--steps", "1.5"], "--steps"), (["--steps", "1e5"], "--steps"),
+    (["--steps", "100000"], "--steps"),
+])
+def test_dynamics_refuses_in_one_line(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        status(dynamics, *argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and says in err
+
+
+def test_dynamics_takes_the_ends_of_its_ranges(small):
+    for argv in (("--lr", "7e8", "--dtype", "float32"), ("--lr", "1e70"), ("--lr", "1e-70")):
+        assert report.holds(report.judge(dynamics, *argv, "--steps", "5"))
+
+
+WRONG = {
+    "rmsnorm": lambda z: z / ((z * z).mean(-1, keepdim=True) + 1e-3).sqrt(),
+    "gradient": lambda W, *rest, f=dynamics.gradient: f(W, *rest) + 1e-6 * W,
+    "angle": lambda W, W_1, f=dynamics.angle: f(W, W_1) * (1 + 1e-9),
+    "norm_law": dynamics.truncated,
+    "truncated": lambda R2, g2, lr, wd: R2 - 2 * wd * R2 + 1.001 * lr * lr * g2,
+    "turn": lambda R, g, lr, wd: torch.atan2(lr * g, R),
+    "log_cos": lambda theta: -(theta**2) / 2,
+    "fixed_point": lambda G, lr, wd: math.sqrt(lr * G / math.sqrt(2 * wd)),
+    "rotation": lambda wd: math.sqrt(2 * wd),
+    "balance": lambda G, lr, wd: lr * G / math.sqrt(2 * wd),
+    "strays": lambda R, R_star: R[0] > 0,  # every path
+    "updates": lambda g: {"SGD": g.sign()},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_formula_turns_dynamics_red(name, small, monkeypatch, capsys):
+    monkeypatch.setattr(dynamics, name, WRONG[name])
+    assert status(dynamics, *SETTLED) == 1
+    out = capsys.readouterr().out
+    assert "FAILS" in out or "weak" in out
+    assert "raised" not in out
+
+
+def test_a_path_that_does_not_settle_turns_dynamics_red(monkeypatch):
+    monkeypatch.setattr(dynamics, "FULL", (1e-4, 0.02, 40))
+    found = [r for r in report.judge(dynamics, "--steps", "2") if "never jump" in r["quantity"]]
+    assert [r["verdict"] for r in found] == ["FAILS"]
 
 
 if __name__ == "__main__":

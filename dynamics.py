@@ -1,4 +1,4 @@
-"""SGD with decay on a weight that feeds RMSNorm: its norm, its angle, its pace. [000: law]
+"""SGD with decay on a weight that feeds RMSNorm: its norm, its angle and pace. [000: law]
 
 Write-up 000 (rmsgauge). For W_next = (1 - wd) W - lr g, where z = x W feeds RMSNorm: <g, W> = 0,
     R_next^2 = (1 - wd)^2 R^2 + lr^2 |g|^2    the norm law; the write-up drops wd^2 R^2

@@ -34,7 +34,7 @@ import torch
 KINDS = ("identity", "law", "control", "info")
 SEEN = 1000  # bounds that a control must exceed
 RULE = "-" * 100
-LINE = "{:<8} {:<49} {:>10} {:>10} {:>8} {}"
+LINE = "{:<58} {:>10} {:>10} {:>8} {}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -219,7 +219,7 @@ def line(r):
     bare = r["kind"] == "info"
     cells = ["" if bare and v is None else show(v) for v in (r["expected"], r["measured"])]
     ratio = "" if bare else f"{r['ratio']:.2e}"
-    return LINE.format(r["id"], r["quantity"], *cells, ratio, r["verdict"])
+    return LINE.format(f"{r['id']:<8} {r['quantity']}", *cells, ratio, r["verdict"])
 
 
 def table(items, name, doc, args, sizes):
@@ -228,7 +228,7 @@ def table(items, name, doc, args, sizes):
     where = [f"torch {torch.__version__.split('+')[0]}",
              f"{args.device} {str(args.dtype)[6:]}{why}", f"seed {args.seed}", sizes,
              f"eps = {torch.finfo(args.dtype).eps:.1e}"]
-    head = LINE.format("id", "quantity", "expected", "measured", "/bound", "verdict")
+    head = LINE.format("id       quantity", "expected", "measured", "/bound", "verdict")
     print(f"{name}: {doc.splitlines()[0]}", " | ".join(filter(None, where)), head, RULE, sep="\n")
     rows = []
     for item in items:

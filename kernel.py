@@ -1,0 +1,373 @@
+"""RMSNorm as a kernel: one row sum runs it backward, one number a row is saved. [002]
+
+Write-up 002 (RMSNorm deep dive: math and kernels). With ms = mean(x^2), r = sqrt(ms + e),
+xh = x / r, y = gain xh, g = dL/dy and u = gain g,
+    dx = (u - xh mean(u xh)) / r                 one sum along the row
+    dgain = sum over rows of g xh                one sum across the rows
+    sum gain dgain = sum g y                     what holds of any dgain, without a reference.
+
+x, y, g, dx   input, output, dL/dy, dL/dx          (n, d)
+gain, dgain   gain of the norm, dL/dgain           (d,)
+rs            1 / r, all that forward saves anew   (n, 1)
+e             epsilon, in units of x^2
+
+To import: y = rms_norm(x, gain, eps), with any leading shape and without a gain if it is None.
+--bench times forward, backward and int8 beside a copy; it compiles, which takes a minute.
+
+python kernel.py [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [--json]
+                 [--bench [float32|bfloat16|float16]] [--shape 4096x4096] [--threads 1]
+"""
+
+import argparse
+import math
+import os
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+N, D, WIDTHS, TOKENS = 64, 96, (77, 96, 128), 6  # rows, width, widths of B1 and B2, a sequence
+SIZES = f"n={N} d={'/'.join(map(str, WIDTHS))}"
+EPS = 1e-6  # Llama's
+BIG = 0.5  # e near ms, so that no term of the backward is small
+C_NORM = 8  # x eps: a mean of squares, a root and a quotient, a few ulps each
+C_SUM = 4  # x eps x sum of |terms|: n rounded products whose errors walk
+EXAMPLE = [[2, 2, -2, 2], [1, 2, 1, 0.5], [1, 0, -1, 2]]  # the write-up's x, gain, g at d = 4
+BY_HAND = [[1, 2, -1, 0.5], [0.125, -0.375, -0.125, 0.125], [1, 0, 1, 2]]  # its y, dx, dgain
+IDS = {"copy": "copy", "forward": "002.H10", "backward": "002.B5", "int8": "002.J9"}  # of bench
+PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's own switch for huge pages
+ROUNDS = 9  # timings of each pass, interleaved; the median is told
+CHUNK = 2**19  # numbers of x in a piece of backward: what it writes for dgain stays in cache
+
+
+def wide(x):
+    """x, in float32 if it has 16 bits: what the statistic and the sums are held in."""
+    return x.float() if x.element_size() < 4 else x
+
+
+def gained(x, gain):
+    """gain x, wide."""
+    return wide(x) if gain is None else wide(x) * gain
+
+
+def rmsnorm(x, gain=None, e=0.0):
+    """y = gain x / sqrt(mean(x^2) + e) over the last axis, for autograd to differentiate."""
+    xh = x / ((x * x).mean(-1, keepdim=True) + e).sqrt()
+    return xh if gain is None else xh * gain
+
+
+def functional(x, gain=None, e=0.0):
+    """torch.nn.functional.rms_norm."""
+    return F.rms_norm(x, x.shape[-1:], gain, e)
+
+
+def reciprocal(x, e):
+    """rs = 1 / sqrt(mean(x^2) + e). (n, 1)"""
+    x = wide(x)
+    return ((x * x).mean(-1, keepdim=True) + e).rsqrt()
+
+
+def input_gradient(u, x, rs):
+    """dx = (u - xh mean(u xh)) / r, u = gain g. (n, d)"""
+    xh = wide(x) * rs
+    return (u - xh * (u * xh).mean(-1, keepdim=True)) * rs
+
+
+def gain_gradient(g, x, rs):
+    """dgain = sum over rows of g xh. (d,)"""
+    return (wide(g) * wide(x) * rs).reshape(-1, x.shape[-1]).sum(0)
+
+
+class RMSNorm(torch.autograd.Function):
+    """The closed form as a Function; it saves x, gain and rs, and writes to none of them."""
+
+    @staticmethod
+    def forward(ctx, x, gain, e):
+        rs = reciprocal(x, e)
+        if e == 0 and rs.isinf().any():
+            raise ValueError("x: a row whose mean square is 0 has no direction; give eps > 0")
+        ctx.save_for_backward(x, gain, rs)
+        ctx.e = e
+        return gained(wide(x) * rs, gain).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, gain, rs = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second backward runs through 1 / r as well
+            rs = reciprocal(x, ctx.e)
+        dx = dgain = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(gained(g, gain), x, rs).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dgain = gain_gradient(g, x, rs).to(gain.dtype)
+        return dx, dgain, None
+
+
+def check(x, gain, eps):
+    """ValueError or TypeError that names the argument."""
+    for name, t in {"x": x, "gain": x if gain is None else gain}.items():
+        if not (isinstance(t, torch.Tensor) and t.is_floating_point()):
+            raise TypeError(f"{name}: a tensor of real floating-point numbers is needed")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: the last axis must hold a number, but the shape is {tuple(x.shape)}")
+    if gain is not None and (gain.shape != x.shape[-1:] or gain.device != x.device):
+        raise ValueError(f"gain: must have shape ({x.shape[-1]},) on {x.device}, "
+                         f"not {tuple(gain.shape)} on {gain.device}")
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: must be a number, not {type(eps).__name__}")
+    held = torch.promote_types(x.dtype, torch.float32)
+    if eps != 0 and not torch.finfo(held).tiny <= eps < math.inf:
+        raise ValueError(f"eps: {eps} is neither 0 nor a positive normal number of {held}")
+
+
+def rms_norm(x, gain=None, eps=EPS):
+    """RMSNorm over the last axis of x (..., d), gain (d,) or None; differentiable twice.
+
+    Statistic and sums are float32 for 16-bit x; y is rounded once, after the gain, to x's dtype."""
+    check(x, gain, eps)
+    return RMSNorm.apply(x, gain, float(eps))
+
+
+def closed_form(x, gain, g, e):
+    """dx and dgain."""
+    rs = reciprocal(x, e)
+    return input_gradient(gained(g, gain), x, rs), gain_gradient(g, x, rs)
+
+
+def function(x, gain, g, e):
+    """dx and dgain of rms_norm."""
+    return grads(rms_norm, x, gain, g, e)
+
+
+def host(t):
+    """On the CPU in float64, where residuals are formed."""
+    return t.detach().cpu().double()
+
+
+def grads(norm, x, gain, g, e=0.0):
+    """dx and dgain of sum g norm(x, gain, e), by autograd."""
+    x, gain = x.detach().requires_grad_(), gain.detach().requires_grad_()
+    return torch.autograd.grad((norm(x, gain, e) * g).sum(), (x, gain))
+
+
+def inputs(args, *shape):
+    """x with rows of many sizes, a gain of both signs away from 0 and 1, and g."""
+    draw, d = args.draw, shape[-1]
+    gain = 2 * (draw(d) / 3).exp() * torch.where(draw(d) > 0, 1, -1)
+    return draw(*shape) * (draw(*shape[:-1], 1) / 2).exp(), gain, draw(*shape)
+
+
+def off(a, b, u, rs):
+    """The largest |a - b| r / |u| over rows: |dx| is |u| / r at most."""
+    return ((host(a) - host(b)).norm(dim=-1) / host(u).norm(dim=-1) / host(rs)[:, 0]).max()
+
+
+def moved(a, b):
+    """max|a - b| / max|b|."""
+    return (host(a) - host(b)).abs().max() / host(b).abs().max()
+
+
+def differ(a, b):
+    """How many elements are not equal, over tensors taken in pairs."""
+    return sum(int((host(s) != host(t)).sum()) for s, t in zip(a, b, strict=True))
+
+
+def same(id, what, gap, bound):
+    """An identity's row."""
+    return "identity", f"002.{id}", what, 0, gap, bound
+
+
+def breaks(id, what, told, gap, bound):
+    """A control's row."""
+    return "control", f"002.{id}", what, told, gap, bound
+
+
+def backward(args, eps, name, norm, other, run):
+    """B1, B2: two backwards against each other at odd, 3 2^k and 2^k widths, e near ms."""
+    gaps = []
+    for d in WIDTHS:
+        x, gain, g = inputs(args, N, d)
+        (dx, dgain), (dx_1, dgain_1) = grads(norm, x, gain, g, BIG), run(x, gain, g, BIG)
+        rs, gy = reciprocal(x, BIG), host(g) * host(rms_norm(x, gain, BIG))
+        terms = (host(g) * host(x) * host(rs)).abs().sum(0)
+        law = max((host(gain) @ host(v) - gy.sum()).abs() for v in (dgain, dgain_1))
+        gaps.append((off(dx, dx_1, g * gain, rs), law / gy.abs().sum(),
+                     ((host(dgain) - host(dgain_1)).abs() / terms).max()))
+    dx, law, dgain = (max(gap) for gap in zip(*gaps, strict=True))
+    yield same("B1", f"|dx-dx'| r/|u|, {name}, {other}", dx, C_NORM * eps)
+    yield same("B2", f"|dgain-dgain'|/sum|g xh|, {name}, {other}", dgain, C_SUM * eps)
+    yield same("B2", f"|sum gain dgain-sum g y|/sum|g y|, {name}, {other}", law, C_SUM * eps)
+
+
+def example(args):
+    """D1: the write-up's numbers at d = 4, bit for bit, three norms and every dtype."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if dtype == torch.float64 and args.device.type == "mps":
+            continue
+        x, gain, g, *right = (torch.tensor(v, dtype=dtype, device=args.device)
+                              for v in EXAMPLE + BY_HAND)
+        off = sum(differ((norm(x, gain, 0.0), *grads(norm, x, gain, g)), right)
+                  for norm in (rmsnorm, functional, rms_norm))
+        yield same("D1", f"of 36 y, dx, dgain that differ, {str(dtype)[6:]}", off, 0)
+
+
+def saved(args, eps):
+    """N1, N2: 1/r saved or computed again is the same to the bit; xh from y / gain is not safe."""
+    x, gain, g = inputs(args, N, D)
+    rs, u = reciprocal(x, EPS), g * gain
+    again = reciprocal(x.clone(), EPS)
+    yield same("N1", "1/r computed again: rows that differ", differ([rs], [again]), 0)
+    dx, bf16 = input_gradient(u, x, rs), rs.bfloat16().to(rs)
+    lanes = ((x * x).unflatten(-1, (8, -1)).sum(-1).mean(-1, keepdim=True) / 12 + EPS).rsqrt()
+    gap = off(dx, input_gradient(u, x, lanes), u, rs)
+    yield same("N1", "|dx moved| r/|u|, ms summed in lanes", gap, C_NORM * eps)
+    gap = off(dx, input_gradient(u, x, bf16), u, rs)
+    yield breaks("N1", "|dx moved| r/|u|, 1/r saved in bfloat16", None, gap, C_NORM * eps)
+    gain[3] = 0
+    dx, dgain = grads(rms_norm, x, gain, g, EPS)
+    bad = int((~host(dx).isfinite()).sum() + (~host(dgain).isfinite()).sum())
+    yield same("N2", "dx, dgain not finite, a gain of 0", bad, 0)
+    bad = int((~host(rms_norm(x, gain) / gain).isfinite()).sum())
+    yield breaks("N2", "y/gain not finite, a gain of 0: one a row", N, bad, 0)
+
+
+def forward_pass(x, gain, y, rs):
+    """y and rs, written where they are wanted; the three passes are what is compiled."""
+    r = reciprocal(x, EPS)
+    rs.copy_(r)
+    y.copy_(gained(wide(x) * r, gain))
+
+
+def backward_pass(g, x, gain, rs, dx):
+    """dx where it is wanted, and the terms of dgain, to be summed while they are in cache."""
+    dx.copy_(input_gradient(gained(g, gain), x, rs))
+    return wide(g) * wide(x) * rs
+
+
+def int8_pass(x, gain, codes):
+    """Codes where they are wanted; max|t| and sum x^2 raw: their scale is made outside."""
+    t, x = gained(x, gain), wide(x)
+    top, squares = t.abs().amax(-1, keepdim=True), (x * x).sum(-1, keepdim=True)
+    codes.copy_((127 * t / top).round().to(torch.int32))
+    return top, squares
+
+
+def int8(y):
+    """Codes and scale of a finished y, in two more sweeps."""
+    top = wide(y).abs().amax(-1, keepdim=True)
+    return (127 * wide(y) / top).round().to(torch.int8), top / 127
+
+
+def timed(x, gain, g):
+    """(pass, name, bytes that must move, run); what run() returns is to agree within a pass."""
+    y, dx, codes, rs = x + 0, x + 0, torch.empty_like(x, dtype=torch.int8), reciprocal(x, EPS)
+    forward, backward, quantise = (torch.compile(f, dynamic=False)
+                                   for f in (forward_pass, backward_pass, int8_pass))
+    leaves, size = [t.requires_grad_() for t in (x.detach(), gain.detach())], x.nbytes
+
+    def ours():
+        pieces = zip(*(t.split(max(1, CHUNK // x.shape[1])) for t in (g, x, rs, dx)), strict=True)
+        return dx, sum(backward(a, b, gain, c, out).sum(0) for a, b, c, out in pieces)
+    yield "copy", "of x", 2 * size, lambda: (y.copy_(x),)
+    for name, norm in (("torch's", functional), ("eager", rmsnorm)):
+        out = norm(*leaves, EPS)
+        yield "forward", name, 2 * size, lambda norm=norm: (norm(x, gain, EPS),)
+        yield "backward", name, 3 * size, lambda out=out: torch.autograd.grad(
+            out, leaves, g, retain_graph=True)
+        yield "int8", name, size + x.numel(), lambda norm=norm: int8(norm(x, gain, EPS))
+    yield "forward", "ours", 2 * size, lambda: (y, forward(x, gain, y, rs))[:1]
+    yield "backward", "ours", 3 * size, ours
+    yield "int8", "ours", size + x.numel(), lambda: (codes, quantise(x, gain, codes))[:1]
+
+
+def clock(run, device):
+    """Milliseconds of one run."""
+    wait = getattr(getattr(torch, device.type), "synchronize", lambda: None)
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def agree(kind, ours, torchs, eps):
+    """The compiled pass computes what torch's does: codes within 1, the rest to rounding."""
+    if kind == "int8":
+        gap = (host(ours[0]) - host(torchs[0])).abs().max()
+        return "law", "002.J3", "int8, ours: |code-torch's|", 0, gap, 1
+    gap = max(moved(*pair) for pair in zip(ours, torchs, strict=True)) / eps
+    return "law", IDS[kind], f"{kind}, ours: max|gap|/max|torch's|, in eps", 0, gap, C_NORM
+
+
+def bench(args):
+    """B5, H10, J9: each pass eager, as torch ships it and compiled, beside a copy of x."""
+    dtype, runs, torchs = getattr(torch, args.bench), {}, {}
+    x, gain, g = (t.to(dtype) for t in inputs(args, *args.shape))
+    yield (f"bench: {'x'.join(map(str, args.shape))} {args.bench}, {args.threads} threads, huge "
+           f"pages {os.environ.get(PAGES)}, median of {ROUNDS}, ms")
+    yield "     pass           bytes to move | copies | torch's time over it"
+    for kind, name, size, run in timed(x, gain, g):
+        try:
+            out = run()
+            runs[kind, name] = size, run, []
+        except Exception as error:  # no C++ compiler, or a backend that torch.compile lacks
+            what = f"{kind}, {name}: {type(error).__name__}"
+            yield "info", IDS[kind], what, None, None, None, {"error": str(error)}
+            continue
+        torchs.setdefault(kind, out)
+        if name == "ours":
+            yield agree(kind, out, torchs[kind], torch.finfo(dtype).eps)
+    for _ in range(ROUNDS):
+        for _, run, times in runs.values():
+            times.append(clock(run, args.device))
+    ms = {key: statistics.median(times) for key, (_, _, times) in runs.items()}
+    for (kind, name), (size, _, _) in runs.items():
+        t, copy, base = ms[kind, name], ms["copy", "of x"], ms.get((kind, "torch's"), math.nan)
+        detail = {"ms": t, "bytes": size, "copies": t / copy, "faster": base / t}
+        what = f"{kind:<8} {name:<7} {size / 2**20:5.0f} MiB | {t / copy:5.2f} | {base / t:5.2f}"
+        yield "info", IDS[kind], what, None, t, None, detail
+
+
+def measure(args):
+    """Headings and sections in the write-up's order."""
+    eps = torch.finfo(args.dtype).eps
+    yield backward(args, eps, "autograd", rmsnorm, "closed form", closed_form)
+    yield backward(args, eps, "F.rms_norm", functional, "closed form", closed_form)
+    yield backward(args, eps, "autograd", rmsnorm, "Function", function)
+    yield example(args)
+    yield saved(args, eps)
+    if args.bench:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(args.threads)
+        yield bench(args)
+        torch.set_num_threads(threads)
+
+
+class HugePages(argparse.Action):
+    """Asks torch for huge pages: it reads this variable once, at its first allocation."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        os.environ.setdefault(PAGES, "1")
+        setattr(namespace, self.dest, value)
+
+
+def shape(text):
+    """(rows, width) of "4096x4096"."""
+    rows, _, width = text.partition("x")
+    if not (rows.isdecimal() and width.isdecimal() and int(rows) and int(width)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxWIDTH, such as 4096x4096")
+    return int(rows), int(width)
+
+
+def options(parser):
+    """--bench [DTYPE], --shape, --threads."""
+    parser.add_argument("--bench", nargs="?", const="float32", action=HugePages,
+                        choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--shape", type=shape, default=(4096, 4096))
+    parser.add_argument("--threads", type=parser.number(1, 1025, int, closed=True), default=1)
+
+
+if __name__ == "__main__":
+    from report import run
+    raise SystemExit(run(measure, __doc__, options))

@@ -243,13 +243,13 @@ def codes_of(args, eps):
 
 
 def sixteen(args):
-    """J4, J5: bfloat16 in, the codes come out as in float64; bfloat16 scales wrap, and do not."""
-    x, gain = (t.bfloat16() for t in inputs(args, ROWS))
+    """J4, J5, on the CPU: from bfloat16 x the codes of float64; bfloat16 scales make them wrap."""
+    x, gain = (t.cpu().bfloat16() for t in inputs(args, ROWS))
     for what, w in (("gain", gain), ("no gain", torch.ones_like(gain))):
-        t, codes = host(x) * host(w), quantise(x, w)[0].cpu()
+        t, codes = host(x) * host(w), quantise(x, w)[0]
         right = to_int8(t, t.abs().amax(-1, keepdim=True))
         yield same("J5", f"codes not those of float64, bfloat16 x, {what}", count(codes, right), 0)
-    other = (wide(x) * (127 / sweep(x)[0])).round().cpu()
+    other = (wide(x) * (127 / sweep(x)[0])).round()
     yield breaks("J5", "the same, as t (127/max|t|)", None, count(other, right), 0)
     flips = int((codes * t < 0).sum())
     yield same("J4", "codes of another sign than y, bfloat16 x", flips, 0)
@@ -260,9 +260,9 @@ def sixteen(args):
 
 
 def guarded(args):
-    """J6: rows of 0 and rows too small for 127 / max|t|, in float32."""
-    sign = torch.where(args.draw(4, D) > 0, 1.0, -1.0)
-    x = (sign * (1 + args.draw(4, D).abs().clamp_max(1))).float()
+    """J6, on the CPU: rows of 0 and rows too small for 127 / max|t|, in float32."""
+    sign, size = (args.draw(4, D).cpu() for _ in range(2))
+    x = (torch.where(sign > 0, 1, -1) * (1 + size.abs().clamp_max(1))).float()
     moves = count(quantise(TINY * x)[0], quantise(x)[0])
     yield same("J6", "codes that move, rows times 2^-124", moves, 0)
     codes, scale = quantise(0 * x)

@@ -33,7 +33,7 @@ BIG = 0.5  # e near ms, so that the leak is of order 1
 UNIT = 2.0**-10  # rms of the rows of B9, whose e is its square
 LOUD = [1, 4, 16, 64]  # |W| over its first length
 STEP = 1e-4  # eta |G| / |W| at the first length: the angle's slope is off by as much
-ETA, LAMBDA, STEPS = 0.1, 0.5, 200  # each step multiplies the distance to the balance by 0.8
+ETA, LAMBDA, ETA_LAMBDA, STEPS = 0.1, 0.5, 3e-3, 200  # of E6; of L1, L2; of both
 C_NORM = 8  # x eps: a mean of squares, a root and a quotient, a few ulps each
 C_DOT = 2  # x eps |u||x|/r: d rounded products whose errors walk
 C_STEP = 32  # x eps: rounding of one step over its angle of 1/3, less than 5 of them live on
@@ -102,7 +102,7 @@ def moved(a, b):
 
 def slope(x, y):
     """Least-squares slope of log y over log x."""
-    x, y = (torch.tensor(v).double().log() for v in (x, y))
+    x, y = (torch.tensor(v, dtype=torch.float64).log() for v in (x, y))
     return float((x - x.mean()) @ y / (x - x.mean()).square().sum())
 
 
@@ -291,9 +291,24 @@ def anneal(args, eps):
     turn = torch.atan2(*W.unbind(-1)) - torch.atan2(*was.unbind(-1))
     angle = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
     gap = (angle.abs() / math.acos(1 - ETA * LAMBDA) - 1).abs().max()
-    yield same("E6", "|angle/acos(1-eta lambda)-1|, from far on both sides", gap, C_STEP * eps)
+    yield same("E6", "|angle/acos(1-eta lambda)-1|, from both sides", gap, C_STEP * eps)
     gap = (W.norm(dim=-1) / balance - 1).abs().max()
     yield same("E6", "||W|^4 lambda (2-eta lambda)/eta-1|/4", gap, C_STEP * eps)
+
+
+def decay(args, eps):
+    """L1, L2: decay pulls a gain, and y, to 0; it pulls the w of a gain 1 + w, and y, to xh."""
+    x, w, left = rmsnorm(args.draw(N, D)), args.draw(D) / 2, (1 - ETA_LAMBDA)**STEPS
+    gain, now = 1 + w, w
+    for _ in range(STEPS):
+        gain, now = (1 - ETA_LAMBDA) * gain, (1 - ETA_LAMBDA) * now
+    y, bound = host(x) * host(1 + w), C_NORM * eps * STEPS**0.5
+    gap = (size(host(gain * x) - left * y) / size(left * y)).max()
+    yield same("L1", "|y_t-(1-eta lambda)^t y_0|/|...|, gain", gap, bound)
+    gap = (size(host((1 + now) * x) - host(x) - left * host(w * x)) / D**0.5).max()
+    yield same("L2", "|y_t-xh-(1-eta lambda)^t w xh|/sqrt(d), 1+w", gap, bound)
+    far = ((size(v - host(x)) / D**0.5).max() for v in (left * y, host(gain * x)))
+    yield breaks("L2", "|y_t-xh|/sqrt(d) where the gain decays", *far, bound)
 
 
 def axis(args, eps):
@@ -326,6 +341,7 @@ def measure(args):
     yield growth(args, eps)
     yield angles(args, eps)
     yield anneal(args, eps)
+    yield decay(args, eps)
     yield axis(args, eps)
 
 

@@ -301,7 +301,7 @@ def gain_bits(args):
 
 def stream(args):
     """K1-K3: through random blocks the stream grows as sqrt(l), and faster if they correlate."""
-    d, n, layers = 256, 32, range(1, LAYERS + 1)
+    d, n, layers = 128, 32, range(1, LAYERS + 1)
     for rho in (0, 0.5):
         x, common, sizes, edits = rmsnorm(args.draw(n, d)), args.draw(n, d), [], []
         for _ in layers:
@@ -320,7 +320,7 @@ def stream(args):
 
 def shrinking(args):
     """K4: rms does not grow at every layer of every token."""
-    d, layer, n = 64, 40, 20000
+    d, layer, n = 64, 40, 10000
     x, f = layer**0.5 * rmsnorm(args.draw(n, d)), rmsnorm(args.draw(n, d))
     share, told = host(size(x + f) < size(x)).mean(), math.erfc((d / (8 * layer))**0.5) / 2
     bound = 5 * (told * (1 - told) / n)**0.5 + 1 / d  # 1/d: cos(x, f) is normal up to that

@@ -1,4 +1,4 @@
-"""After the norm: its gain folds into the next matmul, its int8 codes come from one sweep. [002]
+"""After the norm: its gain folds into a matmul, int8 codes come from one sweep. [002]
 
 Write-up 002 (RMSNorm deep dive: math and kernels). With r = sqrt(mean(x^2) + e), xh = x / r,
 y = gain xh and t = gain x,
@@ -115,6 +115,11 @@ def inputs(args, n):
     return args.draw(n, D) * (args.draw(n, 1) / 2).exp(), 2 * (args.draw(D) / 3).exp() * sign
 
 
+def peak(t):
+    """max|t|, in float64."""
+    return host(t).abs().max()
+
+
 def count(a, b):
     """How many elements differ."""
     return int((a != b).sum())
@@ -137,8 +142,7 @@ def shown(id, what, value):
 
 def gap_of(z, z_1, W, y):
     """The largest |z - z_1| / (|W_i||y|)."""
-    return ((host(z) - host(z_1)).abs() / (host(y).norm(dim=-1, keepdim=True)
-                                           * host(W).norm(dim=-1))).max()
+    return peak((host(z) - host(z_1)) / host(y).norm(dim=-1, keepdim=True) / host(W).norm(dim=-1))
 
 
 def fold_gain(args, eps):
@@ -181,7 +185,7 @@ def fold_int8(args):
     (codes, scale), (codes_1, scale_1) = weight_int8(W, 0), weight_int8(fold(W, gain), 0)
     changed = count(codes_1, codes * gain.sign())
     yield same("I4", "codes that change, a scale per input channel", changed, 0)
-    gap = (scale_1 / (scale * gain.abs()) - 1).abs().max()
+    gap = peak(scale_1 / (scale * gain.abs()) - 1)
     yield same("I4", "|scale'/(scale |gain|)-1|", gap, C_SCALE * torch.finfo(gain.dtype).eps)
     (codes, scale), (codes_1, scale_1) = weight_int8(W, 1), weight_int8(fold(W, gain), 1)
     changed = count(codes_1, codes * gain.sign())
@@ -204,12 +208,12 @@ def one_sweep(args, eps):
         y, scale = t * reciprocal(x, e), quantise(x, gain, e)[1]
         top_y = y.abs().amax(-1, keepdim=True)
         gaps.append((count(top_y, top * reciprocal(x, e)),
-                     (host(127 * y / top_y) - host(127 * t / top)).abs().max() / 127,
-                     (host(scale) * 127 / host(top_y) - 1).abs().max()))
+                     peak(host(127 * y / top_y) - host(127 * t / top)) / 127,
+                     peak(host(scale) * 127 / host(top_y) - 1)))
     rows, code, scale = (max(gap) for gap in zip(*gaps, strict=True))
     yield same("J1", "rows with max|y| not max|t|/r, y=t/r, 3 eps", rows, 0)
     torchs = (x * reciprocal(x, EPS) * gain).abs().amax(-1, keepdim=True)
-    gap = (host(torchs) / host(top * reciprocal(x, EPS)) - 1).abs().max()
+    gap = peak(host(torchs) / host(top * reciprocal(x, EPS)) - 1)
     yield same("J1", "|max|y| r/max|t|-1|, y=(x/r) gain", gap, C_SCALE * eps)
     yield same("J2", "|127 y/max|y|-127 t/max|t||/127, 3 eps", code, C_SCALE * eps)
     yield same("J2", "|127 scale/max|y|-1|, 3 eps", scale, C_NORM * eps)
@@ -217,7 +221,7 @@ def one_sweep(args, eps):
                         strict=True)
     rows = count(torch.cat(tops, 1).amax(1), top[:, 0])
     yield same("J9", "rows with another max|t|, pieces of 7", rows, 0)
-    gap = (host(torch.cat(squares, 1).sum(1)) / host(x).square().sum(1) - 1).abs().max()
+    gap = peak(host(torch.cat(squares, 1).sum(1)) / host(x).square().sum(1) - 1)
     yield same("J9", "|sum x^2/its pieces of 7-1|", gap, C_NORM * eps)
     loose = host(x.abs().amax(1) * gain.abs().max()) / host(top)[:, 0]
     yield shown("J7", "max|x| max|gain| over max|gain x|, median row", loose.median())
@@ -228,7 +232,7 @@ def codes_of(args, eps):
     x, gain = inputs(args, ROWS)
     codes, scale = quantise(x, gain)
     y = host(x) * host(gain) * host(reciprocal(host(x), EPS))
-    left = (host(codes) - y / host(scale)).abs().max()
+    left = peak(host(codes) - y / host(scale))
     yield "law", "002.J2", "the largest |codes-y/scale|", 0.5, left, 20 / codes.numel()  # e^-40
     near = (x * reciprocal(x, EPS) * gain).bfloat16().float()
     naive = to_int8(near, near.abs().amax(-1, keepdim=True))
@@ -284,7 +288,7 @@ def layernorm(args, eps):
     swept = torch.stack((t.amax(1), t.amin(1), x.amax(1), x.amin(1), x.sum(1), (x * x).sum(1)))
     yield same("J8", "two rows: of 6 sweeps over x that differ", count(*swept.T), 0)
     top = host(gain * (x - x.mean(-1, keepdim=True))).abs().amax(1)
-    yield breaks("J8", "the same two: max|gain (x-mean)| differ by", 1, (top[0] - top[1]).abs(), 0)
+    yield breaks("J8", "the same two: max|gain (x-mean)| differ by", 1, peak(top[0] - top[1]), 0)
 
 
 def measure(args):

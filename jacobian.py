@@ -1,4 +1,4 @@
-"""The norm's Jacobian ends at its input: what epsilon leaks of that, and what it does to SGD. [002]
+"""J x = 0: what epsilon leaks of that, and what it does to a step of SGD. [002]
 
 Write-up 002 (RMSNorm deep dive: math and kernels). With ms = mean(x^2), r = sqrt(ms + e),
 xh = x / r, y = gain xh, g = dL/dy and u = gain g,
@@ -36,7 +36,7 @@ STEP = 1e-4  # eta |G| / |W| at the first length: the angle's slope is off by as
 ETA, LAMBDA, ETA_LAMBDA, STEPS = 0.1, 0.5, 3e-3, 200  # of E6; of L1, L2; of both
 C_NORM = 8  # x eps: a mean of squares, a root and a quotient, a few ulps each
 C_DOT = 2  # x eps |u||x|/r: d rounded products whose errors walk
-C_STEP = 32  # x eps: rounding of one step over its angle of 1/3, less than 5 of them live on
+C_STEP = 32  # x eps: rounding of one step over its angle of 1/3, some 5 of which live on
 
 
 def rmsnorm(x, e=0.0):
@@ -95,9 +95,14 @@ def size(t):
     return host(t).norm(dim=-1)
 
 
+def peak(t):
+    """max|t|, in float64."""
+    return host(t).abs().max()
+
+
 def moved(a, b):
     """max|a - b| / max|b|."""
-    return (host(a) - host(b)).abs().max() / host(b).abs().max()
+    return peak(host(a) - host(b)) / peak(b)
 
 
 def slope(x, y):
@@ -131,10 +136,9 @@ def projector(args, eps, e):
     form = torch.eye(D) - torch.outer(x_, x_) / (D * r * r)
     yield same("A1", "sqrt(d)|dr/dx-x/(d r)|" + of, (dr - x_ / D / r).norm() * root, bound)
     yield same("A2", "|r J-(I-xh xh'/d)|/sqrt(d)" + of, (P - form).norm() / root, bound)
-    yield same("A3", "|xh.xh/d-ms/(ms+e)|" + of, (xh @ xh / D - 1 + kept).abs(), bound)
+    yield same("A3", "|xh.xh/d-ms/(ms+e)|" + of, peak(xh @ xh / D - 1 + kept), bound)
     yield same("A4", "r|J x-(e/r^3)x|/|x|" + of, (P @ x_ - kept * x_).norm() / x_.norm(), bound)
-    least = (torch.linalg.svdvals(P)[-1] - kept).abs()
-    yield same("A5", "|r s_min(J)-e/r^2|" + of, least, bound)
+    yield same("A5", "|r s_min(J)-e/r^2|" + of, peak(torch.linalg.svdvals(P)[-1] - kept), bound)
     yield exactly("A5", f"rank of J, d={D}{of}", D - 1 + (e > 0), rank(P, eps))
     gap, what, told = (P @ P - P).norm() / root, "|P P-P|/sqrt(d), P=r J" + of, kept * (1 - kept)
     yield breaks("A5", what, told / root, gap, bound) if e else same("A5", what, gap, bound)
@@ -142,12 +146,11 @@ def projector(args, eps, e):
 
 def centred(args, eps):
     """A6, A7: LayerNorm kills the constant direction too, and is RMSNorm of C x."""
-    x, eye, root = args.draw(D) + 1, torch.eye(D).double(), D**0.5
-    x_, C = host(x), eye - 1 / D
-    s = x_.std(correction=0)
-    xh = (x_ - x_.mean()) / s
-    gap = (s * jacobian(layernorm, x) - (C - torch.outer(xh, xh) / D)).norm() / root
-    yield same("A6", "|s J-(C-xh xh'/d)|/sqrt(d), LN", gap, C_NORM * eps)
+    x, root = args.draw(D) + 1, D**0.5
+    x_, C = host(x), torch.eye(D).double() - 1 / D
+    s, xh = x_.std(correction=0), host(layernorm(x_))
+    gap = s * jacobian(layernorm, x) - (C - torch.outer(xh, xh) / D)
+    yield same("A6", "|s J-(C-xh xh'/d)|/sqrt(d), LN", gap.norm() / root, C_NORM * eps)
     for e in (0, BIG):
         J = jacobian(lambda X, e=e: layernorm(X, e), x)
         yield exactly("A6", f"rank of J, d={D}, LN, e={e:g}", D - 2 + (e > 0), rank(J, eps))
@@ -184,10 +187,10 @@ def leak(args, eps, name, norm, e, ids):
     dx, u = host(grad(lambda v: (norm(v, e) * gain * g).sum(), x)), host(gain) * host(g)
     ms = z.square().mean(-1)
     r, of = (ms + e).sqrt(), f"{name}, e={e:g}"
-    gap = ((dx * host(x)).sum(-1) - (u * z).sum(-1) / r * e / (ms + e)).abs() / size(x)
-    yield same(ids, f"|<dx,x>-u.xh e/r^2| r/|u||x|, {of}", (gap * r / size(u)).max(), C_DOT * eps)
+    gap = ((dx * host(x)).sum(-1) - (u * z).sum(-1) / r * e / (ms + e)) / size(x) * r / size(u)
+    yield same(ids, f"|<dx,x>-u.xh e/r^2| r/|u||x|, {of}", peak(gap), C_DOT * eps)
     if norm is layernorm:
-        gap = (dx.sum(-1).abs() * r / size(u)).max() / D**0.5
+        gap = peak(dx.sum(-1) * r / size(u)) / D**0.5
         yield same(ids, f"|dx.1| s/(|u| sqrt(d)), {of}", gap, C_DOT * eps)
 
 
@@ -198,9 +201,8 @@ def not_tiny(args, eps):
         v, u = c * UNIT * rmsnorm(x), host(gain) * host(g)
         dx = host(grad(lambda v: (rmsnorm(v, UNIT**2) * gain * g).sum(), v))
         xh = host(rmsnorm(v, UNIT**2))
-        gap = (dx * host(v) - share * u * xh).sum(-1).abs() / size(u) / size(xh)
-        yield same("B9", f"|<dx,x>-{share:.3g} u.xh|/|u||xh|, rms={c:g} sqrt(e)", gap.max(),
-                   C_DOT * eps)
+        gap = peak((dx * host(v) - share * u * xh).sum(-1) / size(u) / size(xh))
+        yield same("B9", f"|<dx,x>-{share:.3g} u.xh|/|u||xh|, rms={c:g} sqrt(e)", gap, C_DOT * eps)
 
 
 def faults(args, eps):
@@ -212,9 +214,9 @@ def faults(args, eps):
                      ("sum for mean", u - xh * (u * xh).sum(-1, keepdim=True)),
                      ("mean(u) off as well", rmsnorm_gradient(u, x) - u.mean(-1, keepdim=True)),
                      ("no sum", u)):
-        gap = ((host(dx) * host(x)).sum(-1).abs() / size(u) / size(x)).max()
+        gap = peak((host(dx) * host(x)).sum(-1) / size(u) / size(x))
         yield breaks("B6", f"|<dx,x>| r/|u||x|, {name}", None, gap, C_DOT * eps)
-    gap = ((host(rmsnorm_gradient(u, x)) * host(x)).sum(-1).abs() / size(u) / size(x)).max()
+    gap = peak((host(rmsnorm_gradient(u, x)) * host(x)).sum(-1) / size(u) / size(x))
     yield same("B6", "|<dx,x>| r/|u||x|, closed form", gap, C_DOT * eps)
 
 
@@ -226,11 +228,11 @@ def rescaled(args, eps):
         dgain = grad(lambda w: (rmsnorm(c * x, e) * w * g).sum(), gain)
         return (rmsnorm(c * x, e), dgain,
                 c * grad(lambda v: (rmsnorm(v, e) * gain * g).sum(), c * x))
-    one, ten, ms = run(1), run(10), host(x).square().mean(-1, keepdim=True)
+    one, ms = run(1), host(x).square().mean(-1, keepdim=True)
     bits = sum(int((a != b).sum()) for c in (2, 1024, 2.0**-7)
                for a, b in zip(run(c), one, strict=True))
     yield same("D2", "xh, dgain, c dx that differ, c=2, 2^10, 2^-7", bits, 0)
-    gap = max(moved(a, b) for a, b in zip(ten, one, strict=True))
+    gap = max(moved(a, b) for a, b in zip(run(10), one, strict=True))
     yield same("D2", "max|xh, dgain, c dx moved|/max, c=10", gap, C_NORM * eps)
     y = rmsnorm(x, BIG)
     told = moved(10 * host(y) * ((ms + BIG) / (100 * ms + BIG)).sqrt(), y)
@@ -247,14 +249,13 @@ def growth(args, eps):
     G, W = host(grad(lambda w: (rmsnorm(x @ w) * g).sum(), W)), host(W)
     for sign in (1, -1):
         step = sign * G * W.norm() / G.norm()
-        gap = ((W + step).square().sum() / (2 * W.square().sum()) - 1).abs()
+        gap = peak((W + step).square().sum() / (2 * W.square().sum()) - 1)
         yield same("E3", f"||W{'+-'[sign < 0]}tG|^2/(|W|^2+t^2|G|^2)-1|", gap, C_NORM * eps)
-    W, u = (torch.tensor(v).to(x) for v in ([3.0, 1.0], [1.0, -3.0]))  # u.xh = 0: G = u/r
+    W, u = torch.tensor([[3.0, 1], [1, -3]]).to(x)  # u.xh = 0: G = u/r
     G = grad(lambda w: (rmsnorm(w) * u).sum(), W)
-    for name, step, told in (("SGD", G, 10 + 0.01 * 10 / 5), ("sign", G.sign(), 9.62)):
-        now = host(W - 0.1 * step).square().sum()
-        what = f"|W|^2 from 10, a step of {name}, eta=0.1"
-        yield "law", "002.E4", what, told, now, 10 * C_NORM * eps
+    for name, step, told in (("SGD", 0.1 * G, 10 + 0.01 * 2), ("sign", 0.1 * G.sign(), 9.62)):
+        now = host(W - step).square().sum()
+        yield "law", "002.E4", f"|W|^2 from 10, a {name} step", told, now, 10 * C_NORM * eps
 
 
 def angles(args, eps):
@@ -269,8 +270,8 @@ def angles(args, eps):
             v = w / w.norm() - (w - step) / (w - step).norm()
             to.append(2 * math.asin(float(v.norm()) / 2))
     for name, to, power in (("SGD", turned, -2), ("sign", signed, -1)):
-        what, found = f"slope of log angle over log|W|, {name}", slope(LOUD, to)
-        yield "law", "002.E5", what, power, found, 10 * STEP  # a step's part along W is STEP
+        what = f"slope of log angle over log|W|, {name}"
+        yield "law", "002.E5", what, power, slope(LOUD, to), 10 * STEP
 
 
 def anneal(args, eps):
@@ -281,18 +282,17 @@ def anneal(args, eps):
             G = grad(lambda w: torch.atan2(*rmsnorm(w).unbind(-1)).sum(), W)
             W = (1 - ETA * decay) * W - ETA * G
         return host(was), host(W)
-    W = args.draw(2, 2)
-    W = W / W.norm(dim=-1, keepdim=True)
+    W = rmsnorm(args.draw(2, 2)) / 2**0.5
     now = descend(W, 100, 0)[1].norm(dim=-1).pow(4).max()
-    told = 1 + 2 * ETA**2 * 100  # each step adds eta^4 / |W|^4 <= eta^4 more
-    yield "law", "002.E6", "|W|^4 from 1, 100 steps of 0.1", told, now, ETA**4 * 100
+    told, more = 1 + 2 * ETA**2 * 100, ETA**4 * 100  # each step adds eta^4 / |W|^4 besides
+    yield "law", "002.E6", "|W|^4 from 1, 100 steps of 0.1", told, now, more
     balance = (ETA / (LAMBDA * (2 - ETA * LAMBDA)))**0.25
     was, W = descend(balance * torch.tensor([[0.3], [10]]).to(W) * W, STEPS, LAMBDA)
     turn = torch.atan2(*W.unbind(-1)) - torch.atan2(*was.unbind(-1))
     angle = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
-    gap = (angle.abs() / math.acos(1 - ETA * LAMBDA) - 1).abs().max()
+    gap = peak(angle.abs() / math.acos(1 - ETA * LAMBDA) - 1)
     yield same("E6", "|angle/acos(1-eta lambda)-1|, from both sides", gap, C_STEP * eps)
-    gap = (W.norm(dim=-1) / balance - 1).abs().max()
+    gap = peak(W.norm(dim=-1) / balance - 1)
     yield same("E6", "||W|^4 lambda (2-eta lambda)/eta-1|/4", gap, C_STEP * eps)
 
 
@@ -307,7 +307,7 @@ def decay(args, eps):
     yield same("L1", "|y_t-(1-eta lambda)^t y_0|/|...|, gain", gap, bound)
     gap = (size(host((1 + now) * x) - host(x) - left * host(w * x)) / D**0.5).max()
     yield same("L2", "|y_t-xh-(1-eta lambda)^t w xh|/sqrt(d), 1+w", gap, bound)
-    far = ((size(v - host(x)) / D**0.5).max() for v in (left * y, host(gain * x)))
+    far = (size(v - host(x)).max() / D**0.5 for v in (left * y, host(gain * x)))
     yield breaks("L2", "|y_t-xh|/sqrt(d) where the gain decays", *far, bound)
 
 
@@ -315,8 +315,8 @@ def axis(args, eps):
     """O1: a mean over the sequence as well lets every token see the last one."""
     x = args.draw(3, TOKENS, D)
     louder = torch.cat((x[:, :-1], 10 * x[:, -1:]), 1)
-    gap = moved(rmsnorm(louder)[:, :-1], rmsnorm(x)[:, :-1])
-    yield same("O1", "max|xh moved|/max|xh|, last token x10, others", gap, C_NORM * eps)
+    gap, of = moved(rmsnorm(louder)[:, :-1], rmsnorm(x)[:, :-1]), "last token x10, others"
+    yield same("O1", f"max|xh moved|/max|xh|, {of}", gap, C_NORM * eps)
     wrong, wrong_10 = (v / (v * v).mean((1, 2), keepdim=True).sqrt() for v in (x, louder))
     ms, ms_10 = (host(v).square().mean((1, 2), keepdim=True) for v in (x, louder))
     told = moved(host(wrong[:, :-1]) * (ms / ms_10).sqrt(), wrong[:, :-1])

@@ -234,10 +234,10 @@ def int8(y):
 
 def timed(x, gain, g):
     """(pass, name, bytes that must move, run); what run() returns is to agree within a pass."""
-    y, dx, codes, rs = x + 0, x + 0, torch.empty_like(x, dtype=torch.int8), reciprocal(x, EPS)
+    y, dx, codes = (torch.empty_like(x, dtype=t) for t in (x.dtype, x.dtype, torch.int8))
     forward, backward, quantise = (torch.compile(f, dynamic=False)
                                    for f in (forward_pass, backward_pass, int8_pass))
-    leaves, size = [t.requires_grad_() for t in (x.detach(), gain.detach())], x.nbytes
+    at, rs, size = [t.detach().requires_grad_() for t in (x, gain)], reciprocal(x, EPS), x.nbytes
 
     def ours():
         rows = max(1, CHUNK // x.shape[1]) if x.device.type == "cpu" else len(x)
@@ -245,10 +245,10 @@ def timed(x, gain, g):
         return dx, sum(backward(a, b, gain, c, out).sum(0) for a, b, c, out in pieces)
     yield "copy", "of x", 2 * size, lambda: (y.copy_(x),)
     for name, norm in (("torch's", functional), ("eager", rmsnorm)):
-        out = norm(*leaves, EPS)
+        out = norm(*at, EPS)
         yield "forward", name, 2 * size, lambda norm=norm: (norm(x, gain, EPS),)
         yield "backward", name, 3 * size, lambda out=out: torch.autograd.grad(
-            out, leaves, g, retain_graph=True)
+            out, at, g, retain_graph=True)
         yield "int8", name, size + x.numel(), lambda norm=norm: int8(norm(x, gain, EPS))
     yield "forward", "ours", 2 * size, lambda: (y, forward(x, gain, y, rs))[:1]
     yield "backward", "ours", 3 * size, ours

@@ -1,4 +1,4 @@
-"""What few bits do to the statistic, to epsilon and to the gain, beside what holds. [002]
+"""What few bits do to the statistic, epsilon and the gain, beside what holds. [002]
 
 Write-up 002 (RMSNorm deep dive: math and kernels). In a format of p significant bits (float16 11,
 bfloat16 8, float32 24) that rounds to nearest, ties to even,

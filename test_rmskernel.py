@@ -50,6 +50,11 @@ def judged(script, seed, dtype):
     return JUDGED[key]
 
 
+def seeds_of(script, dtype):
+    """Five, but for the script that takes half a second."""
+    return SEEDS if script is not precision else range(2 if dtype == "float64" else 1)
+
+
 def status(script, *argv):
     return report.run(script.measure, script.__doc__, getattr(script, "options", None), list(argv))
 
@@ -87,7 +92,7 @@ def run(x, gain, e, g):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_row_holds(script, dtype):
-    for seed in SEEDS if script is not precision else range(2):
+    for seed in seeds_of(script, dtype):
         bad = [r for r in judged(script, seed, dtype)
                if r["verdict"] in ("FAILS", "weak", "unresolved")]
         assert not bad, (seed, bad)
@@ -97,7 +102,7 @@ def test_every_row_holds(script, dtype):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bounds_are_neither_tight_nor_empty(script, dtype):
     worst = {}
-    for seed in SEEDS if script is not precision else range(2):
+    for seed in seeds_of(script, dtype):
         for r in judged(script, seed, dtype):
             if r["kind"] == "identity" and r["bound"]:
                 worst[r["quantity"]] = max(worst.get(r["quantity"], 0), r["ratio"])
@@ -340,7 +345,7 @@ def test_output_keeps_the_dtype_of_x():
     ([1e-3, 1e-3], 1e-5, [(1 / 11)**0.5] * 2),
     ([4, 4], 0, [1, 1]), ([2, 2], 0, [1, 1]), ([-2, 2], 0, [-1, 1]),
     ([3, 4], 0, [0.6 * 2**0.5, 0.8 * 2**0.5]),
-    ([1, 1, 7, 7], 0, [0.2, 0.2, 1.4, 1.4]),
+    ([1, 1, 7, 7], 0, [0.2, 0.2, 1.4, 1.4]), ([3, 5], 0, [3 / 17**0.5, 5 / 17**0.5]),
     (list(range(10)), 0, [i / 28.5**0.5 for i in range(10)]),  # rms, not standard deviation
 ])
 def test_values_by_hand(x, e, y):
@@ -500,7 +505,7 @@ def bench(monkeypatch, compiler, *argv):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bench_tells_time_bytes_and_ratios(dtype, monkeypatch):
-    rows = bench(monkeypatch, lambda f, **_: f, dtype)
+    rows = bench(monkeypatch, lambda f, dynamic: f if not dynamic else None, dtype)
     told = [r for r in rows if r["kind"] == "info"]
     assert [r["verdict"] for r in rows if r["kind"] == "law"] == ["ok"] * 3
     assert [" ".join(r["quantity"].split()[:2]) for r in told] == [
@@ -518,7 +523,7 @@ def test_bench_tells_time_bytes_and_ratios(dtype, monkeypatch):
 
 
 def test_bench_without_a_compiler_says_so_and_goes_on(monkeypatch):
-    def refuse(f, **_):
+    def refuse(f, dynamic):
         def run(*_):
             raise RuntimeError("no C++ compiler")
         return run
@@ -530,8 +535,22 @@ def test_bench_without_a_compiler_says_so_and_goes_on(monkeypatch):
 
 def test_bench_sees_a_pass_that_is_wrong(monkeypatch):
     monkeypatch.setattr(kernel, "backward_pass", lambda g, x, gain, rs, dx: dx.copy_(g) * x)
-    rows = bench(monkeypatch, lambda f, **_: f)
+    rows = bench(monkeypatch, lambda f, dynamic: f if not dynamic else None)
     assert [r["verdict"] for r in rows if r["kind"] == "law"] == ["ok", "FAILS", "ok"]
+
+
+def test_passes_by_hand():
+    x, gain, g = (torch.tensor(v).double()[None] for v in kernel.EXAMPLE)
+    y, dx, rs = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(1, 1).double()
+    kernel.forward_pass(x, gain[0], y, rs)
+    terms = kernel.backward_pass(g, x, gain[0], torch.tensor([[0.5]]).double(), dx)
+    assert near(y, [[1, 2, -1, 0.5]], 1e-6) and near(rs, [[1 / math.sqrt(4 + 1e-6)]])
+    assert near(dx, [[0.125, -0.375, -0.125, 0.125]]) and near(terms, [[1, 0, 1, 2]])
+    codes = torch.zeros(1, 4, dtype=torch.int8)
+    top, squares = kernel.int8_pass(x, gain[0], codes)
+    assert (top.tolist(), squares.tolist(), codes.tolist()) == ([[4]], [[16]], [[64, 127, -64, 32]])
+    codes, scale = kernel.int8(torch.tensor([[1., 2, -1, 0.5]]).double())
+    assert codes.tolist() == [[64, 127, -64, 32]] and near(scale, [[2 / 127]])
 
 
 def test_clock_tells_milliseconds():
@@ -552,6 +571,8 @@ def test_layernorm_by_hand():
     rows = (100 + 1e-3 * torch.arange(16).double()).float()
     true = (rows.double() - rows.double().mean()) / rows.double().std(correction=0)
     assert near(jacobian.layernorm(rows), true, 2e-3)
+    first = -7.5e-3 / math.sqrt(85 / 4 * 1e-6 + 1e-5)  # var of 16 steps of 1e-3
+    assert near(jacobian.layernorm(rows, 1e-5)[0], first, 2e-3)
     assert near(jacobian.layernorm(torch.full((4,), 0.1), 1e-5), [0] * 4, 1e-5)
 
 
@@ -576,6 +597,29 @@ def test_jacobian_rank_and_spectrum_by_hand():
                                   torch.ones(2)), [[1, 1], [1, 2]])
 
 
+def seeded(seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return types.SimpleNamespace(
+        device=torch.device("cpu"), dtype=dtype,
+        draw=lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64).to(dtype))
+
+
+def test_faults_are_what_they_are_called():
+    x, gain, g = jacobian.inputs(seeded(5), jacobian.N, jacobian.D)
+    r = x.square().mean(-1, keepdim=True).sqrt()
+    u, dot = gain * g, lambda a: (a * x).sum(-1, keepdim=True) / r / jacobian.D
+    right = u - x / r * dot(u)
+    told = {"gain twice in the sum": u - x / r * dot(gain * u), "closed form": right,
+            "gain not in the sum": u - x / r * dot(g), "no sum": u,
+            "sum for mean": u - x / r * dot(u) * jacobian.D,
+            "mean(u) off as well": right - u.mean(-1, keepdim=True)}
+    for row in jacobian.faults(seeded(5), 1e-16):
+        dx = told.pop(row[2].removeprefix("|<dx,x>| r/|u||x|, "))
+        size = u.norm(dim=-1) * x.norm(dim=-1)
+        assert near(row[4], ((dx * x).sum(-1).abs() / size).max())
+    assert not told
+
+
 def test_small_tools_by_hand():
     assert near(jacobian.slope([1, 2, 4], [3, 12, 48]), 2)
     assert near(precision.slope([1, 10, 100], [5, 0.5, 0.05]), -1)
@@ -586,10 +630,13 @@ def test_small_tools_by_hand():
     assert near(precision.off(torch.tensor([1., 5]), 2), 3)
     assert kernel.differ([torch.tensor([1, 2]), torch.tensor([3])],
                          [torch.tensor([1, 3]), torch.tensor([4])]) == 2
+    with pytest.raises(ValueError):
+        kernel.differ([torch.ones(2)], [torch.ones(2)] * 2)
     off = kernel.off(torch.tensor([[3., 4], [1, 1]]), torch.tensor([[0., 0], [1, 0]]),
                      torch.tensor([[2., 0], [0, 1]]), torch.tensor([[0.5], [0.25]]))
     assert near(off, 5)
     assert folding.count(torch.tensor([1, 2, 3]), torch.tensor([1, 5, 4])) == 2
+    assert jacobian.peak(torch.tensor([1., -3])) == folding.peak(torch.tensor([1., -3])) == 3
     gap = folding.gap_of(torch.tensor([[12., 0]]), torch.tensor([[0., 0]]),
                          torch.tensor([[3., 0], [1, 0]]), torch.tensor([[0., 2]]))
     assert near(gap, 2)
@@ -606,6 +653,17 @@ def test_inputs_are_in_general_position():
         assert 0.3 < gain.abs().min() and gain.min() < 0 < gain.max()
         assert (gain.abs() - 1).abs().min() > 1e-4 and gain.abs().max() > 2
         assert len(g) == (script is not folding) and all(t.shape == (32, 96) for t in g)
+
+
+def test_inputs_by_hand():
+    for v in (1, -1):
+        args = types.SimpleNamespace(draw=lambda *s, v=v: torch.full(s, v).double())
+        for script, (x, gain, *g) in ((kernel, kernel.inputs(args, 3, 4)),
+                                      (jacobian, jacobian.inputs(args, 3, 4)),
+                                      (folding, folding.inputs(args, 3))):
+            assert near(x, v * math.exp(v / 2) * torch.ones(3, x.shape[1]).double()), script
+            assert near(gain, 2 * v * math.exp(v / 3) * torch.ones(x.shape[1]).double()), script
+            assert all(near(t, v * torch.ones(3, 4)) for t in g)
 
 
 # what folds after the norm

@@ -26,13 +26,14 @@ python folding.py [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [
 import math
 
 import torch
+import torch.nn.functional as F
 
 N, D, D_OUT, ROWS = 64, 96, 48, 2048  # ROWS: of the int8 part
 SIZES = f"n={N}, {ROWS} for int8, d={D} d_out={D_OUT}"
 EPS = 1e-6  # Llama's
 TINY = 2.0**-124  # 127 / it overflows in float32, itself does not underflow
 C_NORM = 8  # x eps: a mean of squares, a root and two quotients, a few ulps each
-C_FOLD = 4  # x eps |W_i||y|: d rounded products on either side
+C_FOLD = 8  # x eps |W_i||y|: a norm and d rounded products on either side
 C_SCALE = 4  # x eps: a product and a quotient on either side
 EXAMPLE = [2, 2, -2, 2], [1, 2, 1, 0.5], [64, 127, -64, 32]  # the write-up's x, gain; its codes
 TWINS = [[10, -10, 3, -7, -7, 5], [10, -10, 5, -7, -7, 3]], [1, 1, 1, 1, 1, 2]  # rows, gain of J8
@@ -169,9 +170,9 @@ def fold_layernorm(args, eps):
     """I6: LayerNorm folds as well, exactly; what is left of beta is a bias, W beta."""
     (x, gain), bound = inputs(args, N), C_FOLD * eps
     beta, W, b = args.draw(D), args.draw(D_OUT, D), args.draw(D_OUT)
+    y = F.layer_norm(x, (D,), gain, beta, EPS)
     x = x - x.mean(-1, keepdim=True)
     xh = x * reciprocal(x, EPS)
-    y = gain * xh + beta
     z, folded = y @ W.T + b, xh @ fold(W, gain).T
     gap = gap_of(z, folded + (W @ beta + b), W, y)
     yield same("I6", "LN: |z-(W diag(gain))xh-(W beta+b)|/|W_i||y|", gap, bound)

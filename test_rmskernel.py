@@ -699,6 +699,26 @@ def test_weights_by_hand():
     assert codes.tolist() == [[64, 127], [-127, 32]] and near(scale, [[2 / 127], [4 / 127]], 1e-7)
 
 
+def test_int8_errors_are_relative():
+    rows = {r[2].rpartition("|W|, ")[2]: r[4] for r in folding.fold_int8(seeded(3))}
+    args = seeded(3)
+    gain, W = folding.inputs(args, 1)[1], args.draw(folding.D_OUT, folding.D)
+
+    def error(V, scale):
+        return ((V / scale).round().clamp(-127, 127) * scale - V).norm() / V.norm()
+    folded, scale, scale_1 = W * gain, *(V.abs().amax(1, True) / 127 for V in (W, W * gain))
+    assert near(rows["W before"], error(W, scale), 1e-9)
+    assert near(rows["folded, quantised again"], error(folded, scale_1), 1e-9)
+    assert near(rows["folded, old scales"], error(folded, scale), 1e-9)
+    told = {r["quantity"]: r["measured"] for r in judged(folding, 0, "float64")}
+    one, three = (told[f"int8 error |y'-y|/|y|, {name}"] for name in ("max|t|", "y in bfloat16"))
+    assert 0.005 < one < three < 1.1 * one
+    assert 0.03 < told["share of codes that differ, y in bfloat16"] < 0.08
+    assert 1.5 < told["max|x| max|gain| over max|gain x|, median row"] < 4
+    assert told["bytes with gain over bytes without, T=1"] == 1.5
+    assert near(told["bytes with gain over bytes without, T=64"], 1 + 1 / 128, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [1, 31, 96, 513])
 def test_codes_are_within_half_a_step_and_do_not_know_eps(d, dtype):
@@ -802,6 +822,14 @@ def test_what_torch_does_is_shown_and_not_judged():
     saw = {r["quantity"]: (r["expected"], r["measured"]) for r in rows}
     right, got = saw["torch: layer_norm dbeta, bfloat16"]
     assert right == 4096 and got in (256, 4096)  # a running sum of bfloat16, or repaired
+    for name, right in (("max|layer_norm-true|, mean=4/sqrt(eps)", 0),
+                        ("sum, 4096 16s, float16", 2**16),
+                        ("NaN of F.normalize, the same", 0), ("mean, 4096 16s, float16", 16),
+                        ("norm of roots, 4096 16s, float16", 256),
+                        ("rms_norm dgain, bfloat16", 4096), ("layer_norm dgain, float16", 4096),
+                        ("index_add, 4096 terms, bfloat16", 2**16),
+                        ("embedding's gradient, 4096 terms, bfloat16", 4096)):
+        assert saw[f"torch: {name}"][0] == right
     for name in ("sum", "dot", "scatter_add"):
         right, got = saw[f"torch: {name}, 4096 terms, bfloat16"]
         assert right == got

@@ -15,7 +15,7 @@ law        |measured - expected| / bound   ok up to 1
 control    measured / bound                seen from 1000 on and within one bound of expected, if
                                            that is a prediction; unresolved when the prediction
                                            lies below 1000 bounds; otherwise weak
-info                                       never judged
+info, unresolved                           never judged: a fact; what this dtype cannot tell
 A number that is not finite FAILS. JSON carries the judged numbers in full, the table rounds them.
 A run holds when a row is ok or seen and none FAILS or is weak. Exit status: 0 holds, 1 does not,
 2 usage, or a device, dtype or module:name that cannot be had.
@@ -31,7 +31,7 @@ import sys
 
 import torch
 
-KINDS = ("identity", "law", "control", "info")
+KINDS = ("identity", "law", "control", "info", "unresolved")
 SEEN = 1000  # bounds that a control must exceed
 RULE = "-" * 100
 LINE = "{:<58} {:>10} {:>10} {:>8} {}"
@@ -58,6 +58,11 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not {what} in {'[' if closed else '('}{low}, {high})")
         return convert
+
+    @staticmethod
+    def load(spec):
+        """The type of an option that names an object: (object, file) of "module:name"."""
+        return load(spec)
 
 
 def load(spec):
@@ -100,7 +105,7 @@ def drawer(args):
 
 def parse(name, doc, options=None, argv=None):
     """The namespace of a command line; what is wrong with it leaves with exit status 2."""
-    parser = Parser(prog=name, description=doc, allow_abbrev=False,
+    parser = Parser(prog=name, description=doc, allow_abbrev=False, conflict_handler="resolve",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu (default), mps or cuda")
     parser.add_argument("--dtype", choices=("float64", "float32"), help="float64; on mps float32")
@@ -112,7 +117,7 @@ def parse(name, doc, options=None, argv=None):
     args = parser.parse_args(argv)
     args.chosen = args.device is not None
     args.device, args.dtype = place(
-        parser, "cpu" if args.device is None else args.device, args.dtype)
+        parser, "cpu" if args.device is None else args.device, getattr(args, "dtype", None))
     args.draw = drawer(args)
     try:
         args.prepare(args)
@@ -138,8 +143,8 @@ def ratio_of(size, bound):
 
 def verdict(kind, expected, measured, bound):
     """(ratio, word); the module's docstring has the rules."""
-    if kind == "info":
-        return None, "info"
+    if kind in ("info", "unresolved"):
+        return None, kind
     numbers = (measured, bound, 0.0 if kind == "control" and expected is None else expected)
     if any(v is None or not math.isfinite(v) for v in numbers):
         return math.nan, "FAILS"
@@ -216,18 +221,28 @@ def holds(rows):
 
 def line(r):
     """A row of the table; an info row shows only what it has."""
-    bare = r["kind"] == "info"
+    bare = r["kind"] in ("info", "unresolved")
     cells = ["" if bare and v is None else show(v) for v in (r["expected"], r["measured"])]
     ratio = "" if bare else f"{r['ratio']:.2e}"
     return LINE.format(f"{r['id']:<8} {r['quantity']}", *cells, ratio, r["verdict"])
+
+
+def dtypes(args):
+    """The dtypes that a run judges: its own, or the list of a script that takes several."""
+    return getattr(args, "dtypes", None) or [args.dtype]
+
+
+def names(args):
+    """Their names, with commas."""
+    return ",".join(str(t)[6:] for t in dtypes(args))
 
 
 def table(items, name, doc, args, sizes):
     """Print header, rows as they come, and the count; returns the rows."""
     why = " (mps has no float64)" if args.device.type == "mps" else ""
     where = [f"torch {torch.__version__.split('+')[0]}",
-             f"{args.device} {str(args.dtype)[6:]}{why}", f"seed {args.seed}", sizes,
-             f"eps = {torch.finfo(args.dtype).eps:.1e}"]
+             f"{args.device} {names(args)}{why}", f"seed {args.seed}", sizes,
+             f"eps = {torch.finfo(args.dtype).eps:.1e}" * (len(dtypes(args)) == 1)]
     head = LINE.format("id       quantity", "expected", "measured", "/bound", "verdict")
     print(f"{name}: {doc.splitlines()[0]}", " | ".join(filter(None, where)), head, RULE, sep="\n")
     rows = []
@@ -261,7 +276,7 @@ def as_json(rows, name, doc, args):
     return json.dumps(strict({
         "script": name, "about": doc.splitlines()[0], "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
-        "device": str(args.device), "dtype": str(args.dtype)[6:], "seed": args.seed,
+        "device": str(args.device), "dtype": names(args), "seed": args.seed,
         "rows": rows, "holds": holds(rows)}), indent=1, allow_nan=False)
 
 

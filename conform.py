@@ -1,0 +1,1018 @@
+"""Every identity as a check of your own norm. [000, 002, 004]
+
+Whatever it was written for, a norm y = a xh + b with xh = xc / r, r^2 = s + e, s = mean(xc^2) and
+xc = x (RMSNorm) or x - mean(x) (LayerNorm) has
+    mean(xh^2) = s / (s + e)                        unit RMS, and what eps leaves of it
+    xh(c x) = c xh(x) sqrt((s + e) / (c^2 s + e))   the gauge
+    <xc, dx> = <dy, y - b> e / (s + e)              Euler's line of the input, row by row
+    a_i da_i = sum over rows of dy_i (y_i - b_i)    Euler's line of the gain, column by column
+    r J = C - xh xh' / d = r J'                     C = I (RMSNorm) or I - 11' / d (LayerNorm)
+None of them needs a reference implementation: xh is (y - b) / a of the callee's own output. First
+it is measured what the callee is (--expect makes verdicts of that); then it is held against the
+identities in float64 on the host, in bands that follow from rounding in the dtype judged.
+
+x, y, dy, dx  input, output, dL/dy, dL/dx           (rows, d)
+a, b          gain and bias as they are applied     (d,)
+e             eps as it is measured
+u, v          unit roundoff of the dtype judged, and of its sums: float32 for the half dtypes
+
+A class is built as Class(dim, **kwargs), a module is copied, a function is called as
+f(x, weight, eps). From Python, check(norm, dim) returns the rows and assert_conforms(norm, dim)
+raises AssertionError with the same words.
+
+python conform.py [pkg.module:Class or :function] [--kwargs JSON] [--dim 96] [--eps E]
+    [--dtype float64,float32,bfloat16,float16] [--device cpu|mps|cuda] [--seed N] [--json]
+    [--expect torch|llama|gemma|t5|layernorm] [--only ID,...] [--list] [--compile]
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import io
+import json
+import math
+import shlex
+import warnings
+import zlib
+from types import SimpleNamespace
+
+import torch
+
+N, DIM = 24, 96  # rows and columns of a check's input
+SIZES = f"n={N}"
+DTYPES = {str(t)[6:]: t for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+ROUNDINGS = 8  # steps of y in u: centring, square, mean, + eps, root, reciprocal, product, gain
+GRADIENT = 4  # rho: the backward takes as many steps again, on two terms that may cancel
+PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, the last rounding of the sum
+CANNOT_TELL = 0.25  # a wider band says nothing
+FUNCTION_EPS = 3e-6  # a function's eps: a value that nobody builds in
+LOW = {torch.float64: -400, torch.float16: -16}  # log2 of the least x whose square is sound
+TOP = {torch.float64: 200, torch.float16: 12}  # log2 of a large row, gradient included
+SHIFT = {torch.float64: 24, torch.float32: 11, torch.float16: 8}  # log2; small whole x stay exact
+POWERS = (-20, -6, -1, 1, 6, 11, 20)  # log2 c of the gauge
+WIDTHS = (7, 33, 769, 1536)  # odd, short, a tail of one, 3 x 2^9
+MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
+KNEE = (-4, -2, 0, 2)  # log2 of x around the row that eps halves
+TRAITS = ("kind", "axes", "divisor", "computes", "place", "gain", "bias", "rounds", "output",
+          "eps", "range")
+COMMON = {"divisor": "d", "axes": "the last", "place": "inside the root"}
+HALF = {"rounds": "once, after the gain", "output": "the input's"}
+LLAMA = {"rounds": "before the gain too", "output": "the gain's", "computes": "float32"}
+EXPECT = {
+    "torch": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "w", "computes": "float64"},
+    "llama": {**COMMON, **LLAMA, "kind": "RMSNorm", "gain": "w"},
+    "t5": {**COMMON, **LLAMA, "kind": "RMSNorm", "gain": "w"},
+    "gemma": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "1 + w", "computes": "float32"},
+    "layernorm": {**COMMON, **HALF, "kind": "LayerNorm", "gain": "w"}}
+
+
+class Skip(Exception):
+    """The check does not apply to this callee."""
+
+
+class Unresolved(Exception):
+    """This dtype cannot tell."""
+
+
+class Feed(torch.autograd.Function):
+    """A scalar whose gradient in y is the very tensor dy."""
+
+    @staticmethod
+    def forward(ctx, y, dy):
+        ctx.dy = dy
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, one):
+        return ctx.dy, None
+
+
+def host(t):
+    """On the CPU in float64, where everything is compared."""
+    return t.detach().cpu().double()
+
+
+def short(dtype):
+    """fp64, fp32, bf16, fp16."""
+    return str(dtype)[6:].replace("bfloat", "bf").replace("float", "fp")
+
+
+@contextlib.contextmanager
+def quiet():
+    """The callee's prints and warnings stay out of the table."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def builds(call):
+    """Is it a class, or a partial of one?"""
+    return isinstance(call.func if isinstance(call, functools.partial) else call, type)
+
+
+class Norm:
+    """The callee in one dtype: host tensors in and out, gain and bias as they are applied."""
+
+    def __init__(self, call, dim, kwargs, eps, device, dtype, seed):
+        self.call, self.dim, self.kwargs, self.device, self.seed = call, dim, kwargs, device, seed
+        self.dtype = self.work = dtype  # work: the dtype that it computes in
+        self.function = not builds(call) and not isinstance(call, torch.nn.Module)
+        self.arg = FUNCTION_EPS if eps is None else eps
+        self.names = ("weight" if self.function else None, None)  # of gain and bias
+        self.plus, self.centred, self.place, self.e, self.scale = 0.0, False, "inside", 0.0, 1.0
+        self.modules, self.compiling, self.cause = {}, False, None
+        self.start("call")
+
+    def start(self, id):
+        """Begin the draws of one check, the same in every dtype and company."""
+        self.generator = torch.Generator().manual_seed(zlib.crc32(f"{id} {self.seed}".encode()))
+
+    def draw(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def round(self, t):
+        """What the dtype makes of t, on the host."""
+        return t.to(self.dtype).double()
+
+    def put(self, t, dtype=None):
+        """A copy on the device."""
+        return t.to(dtype or self.dtype, copy=True).to(self.device)
+
+    def rows(self, n=N, d=None):
+        """Rows of different sizes, none of them centred. (n, d)"""
+        x = self.draw(n, d or self.dim) + 0.3 * self.draw(n, 1)
+        return self.round(x * (self.draw(n, 1) / 2).exp())
+
+    def some_a(self, d=None):
+        """A gain away from 0 and 1, of both signs; ones where the callee has none. (d,)"""
+        a = self.draw(d or self.dim)
+        a = self.round(a.sign() * (1.5 + a.abs()) - self.plus) + self.plus
+        return torch.ones_like(a) if self.names[0] is None else a
+
+    def some_b(self, d=None):
+        """A bias; zeros where the callee has none. (d,)"""
+        b = self.round(self.draw(d or self.dim))
+        return torch.zeros_like(b) if self.names[1] is None else b
+
+    def some_dy(self, x):
+        """dL/dy, so small where r is small that dx is in range."""
+        size = 2.0 ** round(math.log2(64 * float(self.parts(x)[2].min()) + 1e-300))
+        return self.round(min(1.0, size) * self.draw(*x.shape))
+
+    def point(self):
+        """x, a and dy in general position."""
+        x = self.rows()
+        return x, self.some_a(), self.some_dy(x)
+
+    def build(self, d):
+        """A new module of width d."""
+        with quiet():
+            made = self.call(d, **self.kwargs) if builds(self.call) else copy.deepcopy(self.call)
+        if not isinstance(made, torch.nn.Module):
+            raise TypeError(f"the class built {type(made).__name__}, not a torch.nn.Module")
+        return made.to(device=self.device, dtype=self.dtype)
+
+    def tensors(self, d):
+        """Parameters and buffers of d numbers of the module of width d, by name."""
+        if d not in self.modules:
+            self.modules[d] = self.build(d)
+        named = [*self.modules[d].named_parameters(), *self.modules[d].named_buffers()]
+        return {name: t for name, t in named if t.numel() == d and t.is_floating_point()}
+
+    def weights(self, d, a, b, need, dtype):
+        """The tensors of gain and bias, made to apply a and b; None for what is not there."""
+        out, own = [None, None], {} if self.function else self.tensors(d)
+        for i, value in enumerate((a - self.plus, b)):
+            if self.names[i] is not None:
+                t = self.put(value, dtype)
+                out[i] = own.get(self.names[i], t)
+                out[i].data = t.view_as(out[i])
+                out[i].requires_grad_("ab"[i] in need)
+        return out
+
+    def output(self, x, w):
+        """The callee's y on a device tensor, if it can be compared at all."""
+        call = self.call if self.function else self.modules[x.shape[-1]]
+        with quiet():
+            call = torch.compile(call) if self.compiling else call
+            y = call(x, w, self.arg) if self.function else call(x)
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(f"it returned {type(y).__name__}, not a tensor")
+        if y.shape != x.shape:
+            raise ValueError(f"it returned shape {tuple(y.shape)} for {tuple(x.shape)}")
+        return y
+
+    def run(self, x, a=None, b=None, dy=None, need="xab", lay=None, lay_dy=None, gain=None):
+        """y and, given dy, the gradients named in need (NaN where none came), all on the host."""
+        d, need = x.shape[-1], need if dy is not None else ""
+        one, zero = torch.ones(d).double(), torch.zeros(d).double()
+        w, bias = self.weights(d, one if a is None else a, zero if b is None else b, need, gain)
+        leaf = self.put(x).requires_grad_("x" in need)
+        given = lay(leaf) if lay else leaf.clone()
+        y = self.output(given, w)
+        out = SimpleNamespace(y=host(y), type=y.dtype, alike=[], dx=None, da=None, db=None)
+        if need:
+            up = self.put(dy).to(y.dtype)
+            up = lay_dy(up) if lay_dy else up
+            leaves = {"dx": leaf, "da": w, "db": bias}
+            self.backward(out, y, up, {k: t for k, t in leaves.items()
+                                       if k[1] in need and t is not None})
+            out.dy = host(up)
+        out.x, out.a = host(given), None if w is None else host(w).flatten() + self.plus
+        return out
+
+    def backward(self, out, y, up, leaves):
+        """Set dx, da, db of the given leaves."""
+        got = [None] * len(leaves)
+        if y.requires_grad:
+            with quiet():
+                got = torch.autograd.grad(Feed.apply(y, up), list(leaves.values()),
+                                          allow_unused=True)
+        for (name, leaf), g in zip(leaves.items(), got, strict=True):
+            g = torch.full(leaf.shape, math.nan) if g is None else g
+            out.alike.append(g.dtype == leaf.dtype and g.shape == leaf.shape)
+            setattr(out, name, host(g) if name == "dx" else host(g).flatten())
+
+    def leak(self, s):
+        """What of J and of Euler's line eps leaves in the direction of xc: e / (s + e)."""
+        return (s < self.e).double() if self.place == "floor" else self.e / (s + self.e)
+
+    def r2(self, s):
+        """r^2 with eps where it was found."""
+        return s.clamp(min=self.e) if self.place == "floor" else s + self.e
+
+    def parts(self, x):
+        """xc, s and r of rows. (n, d), (n, 1), (n, 1)"""
+        xc = x - x.mean(-1, keepdim=True) if self.centred else x
+        s = xc.square().mean(-1, keepdim=True)
+        return xc, s, self.r2(s).sqrt()
+
+    def bounds(self):
+        """u and v: the unit roundoffs of the dtype judged, and of its sums."""
+        wide = torch.float64 if self.work == torch.float64 else torch.float32
+        return torch.finfo(self.work).eps / 2, torch.finfo(wide).eps / 2
+
+    def rho(self, x=None):
+        """Bound of the rounding of xh, relative to its row; the sums may run in any order."""
+        (u, v), d, k = self.bounds(), self.dim if x is None else x.shape[-1], 0.0
+        if self.centred and x is not None:  # k = |mean| / sqrt(s): centring multiplies rounding
+            s = self.parts(x)[1]
+            k = float((x.mean(-1, keepdim=True).abs() / s.sqrt())[s > 0].max())
+        return (ROUNDINGS + 2 * k) * u + d * (0.5 + k) * v
+
+
+class Traits(Norm):
+    """What the callee is: every trait is measured."""
+
+    def find_names(self):
+        """Names of gain and bias: what moves y by rows, and what moves every row alike."""
+        x, found, tensors = self.rows(8), {}, self.tensors(self.dim)
+        for t in tensors.values():
+            t.data = torch.full_like(t, 0.5)
+        y = self.run(x).y
+        for name, t in tensors.items():
+            t.data = torch.full_like(t, 1.5)
+            moved = self.run(x).y - y
+            t.data = torch.full_like(t, 0.5)
+            alike = bool((moved - moved[0]).abs().max() < 0.01 * moved.abs().max())
+            if moved.any() or isinstance(t, torch.nn.Parameter):
+                found.setdefault("bias" if alike else "gain", name)
+        return found.get("gain"), found.get("bias")
+
+    def find_plus(self):
+        """o of a gain that is applied as o + w."""
+        x = self.rows(8)
+        y = self.run(x, torch.zeros(self.dim).double()).y
+        slope = self.run(x).y - y
+        o = float(((y * slope).sum() / slope.square().sum()).nan_to_num())
+        return float(round(o)) if abs(o - round(o)) < 0.01 else o
+
+    def kind(self):
+        """Does a shift of x move y, and does y lie along xc?"""
+        x = self.rows(8)
+        y = self.run(x).y
+        moved = self.run(self.round(x + x.square().mean(-1, True).sqrt())).y - y
+        self.centred = bool(moved.abs().max() < 0.05 * y.abs().max())
+        xc, name = self.parts(x)[0], "LayerNorm" if self.centred else "RMSNorm"
+        off = y - xc * ((y * xc).sum(-1, True) / xc.square().sum(-1, True))
+        return name if off.abs().max() < 0.02 * y.abs().max() else f"neither (near {name})"
+
+    def axes(self):
+        """What one changed row, and one changed element of every row, move."""
+        x = self.rows(8)
+        y, other, element = self.run(x).y, x.clone(), x.clone()
+        other[0], element[:, 0] = self.round(5 * x[0] + 1), self.round(30 * x[:, 0] + 30)
+        if (self.run(other).y != y)[1:].any():
+            return "beyond the last"
+        moved = int((self.run(element).y != y)[:, 1:].any(0).sum())
+        return "the last" if moved == self.dim - 1 else f"groups of {moved + 1} in the last"
+
+    def sweep(self, powers, n=1):
+        """s and mean(y^2) of n centred rows at every size 2^k. (powers, n) each"""
+        x = self.draw(n, self.dim)
+        sizes = 2.0 ** torch.tensor(list(powers), dtype=torch.float64)[:, None, None]
+        x = self.round((x - x.mean(-1, True)) * sizes)
+        y = self.run(x.flatten(0, 1)).y.view_as(x)
+        return self.parts(x)[1][..., 0], y.square().mean(-1)
+
+    def divisor(self):
+        """D of the statistic sum(xc^2) / D, where eps is nothing."""
+        far = TOP.get(self.work, 30) // 2
+        m = float(self.sweep(range(far - 4, far + 1))[1].median())
+        self.scale = 1.0 if abs(m - 1) <= 4 * self.rho() or not 0 < m < math.inf else m
+        D = self.scale * self.dim
+        known = {self.dim: "d", self.dim - 1: "d - 1", 1: "1"}
+        near = round(D) if abs(D - round(D)) < 0.01 and 0 < m < math.inf else None
+        return known.get(near, f"{m * self.dim:.6g}")
+
+    def find_eps(self, place=None):
+        """(eps, place): measured where it halves mean(y^2), told by what stays constant."""
+        powers = list(range(LOW.get(self.work, -50), 3))
+        m = self.sweep(powers)[1][:, 0] / self.scale
+        i = int((m - 0.5).abs().nan_to_num(9.0).argmin())
+        if not 0.15 < m[i] < 0.85:
+            return 0.0, place or "inside"
+        s, m = self.sweep([powers[i] + k for k in KNEE], N)
+        m = m / self.scale
+        values = {"inside": s * (1 / m - 1), "outside": s.sqrt() * (m.rsqrt() - 1),
+                  "floor": s[:2] / m[:2]}
+        values, m = {p: v.mean(-1) for p, v in values.items()}, m.mean(-1)
+        spread = {p: float((v.max() / v.min() - 1).nan_to_num(9.0)) for p, v in values.items()}
+        spread["floor"] += abs(float(m[3]) - 1)
+        place = place or min(spread, key=lambda p: abs(spread[p]))
+        return float(values[place][0 if place == "floor" else 2]), place
+
+    def settle(self, wide):
+        """Take the wide norm's traits; eps is its own where it can be told from the usual ones."""
+        self.names, self.plus, self.centred = wide.names, wide.plus, wide.centred
+        self.scale, self.place = wide.scale, wide.place
+        e, unseen = self.find_eps(self.place)[0], 4.0 ** LOW.get(self.work, -50)
+        usual = [c for c in (wide.e, torch.finfo(torch.float32).eps)
+                 if abs(e - c) <= 8 * self.rho() * c or e == 0 < c < unseen]
+        self.e = usual[0] if usual else e
+
+    def computes(self):
+        """float32 when a float64 output, or the one factor of each row, is a float32 number."""
+        x = self.rows()
+        y = self.run(x).y
+        i, j = x.argmax(-1, True), x.argmin(-1, True)
+        q = (y.gather(-1, i) - y.gather(-1, j)) / (x.gather(-1, i) - x.gather(-1, j))
+        near = [((p - p.float()).abs() < 1e-15 * p.abs()).all() for p in (q, 1 / q)]
+        return "float32" if any(near) or torch.equal(y, y.float().double()) else "float64"
+
+    def rounds(self):
+        """The bits of a half dtype against the two orders in use."""
+        x, a = self.rows(), self.some_a(self.dim)
+        (xc, _, r), y = self.parts(x), self.run(x, a).y
+        equal = {"once, after the gain": (y == self.round(a * xc / r)).double().mean(),
+                 "before the gain too": (y == self.round(a * self.round(xc / r))).double().mean()}
+        best = max(equal, key=equal.get)
+        return best if equal[best] > 0.97 else "at other places"
+
+    def outputs(self):
+        """The output's dtype under a float32 gain."""
+        try:
+            type = self.run(self.rows(8), gain=torch.float32).type
+        except RuntimeError:
+            return "refused"
+        return "the input's" if type == self.dtype else "the gain's"
+
+    def serves(self):
+        """The least and the largest row rms that keep mean(y^2) in the band."""
+        info, band = torch.finfo(self.dtype), 4 * self.rho()
+        low, high = (int(math.log2(v)) for v in (info.smallest_normal, info.max / 8))
+        powers = range(low, high, max(1, (high - low) // 256))
+        s, m = (t[:, 0] for t in self.sweep(powers))
+        good = ((m / self.scale * self.r2(s) / s - 1).abs() <= band).tolist()
+        start = min(range(len(powers)), key=lambda i: abs(powers[i]))
+        first = max((i for i in range(start) if not good[i]), default=-1) + 1
+        last = min((i for i in range(start, len(powers)) if not good[i]), default=len(powers)) - 1
+        return f"2^{powers[first]} to 2^{powers[last]}" if first <= last else "nowhere"
+
+
+class Checks(Traits):
+    """Every public method is a check: what must hold; pieces (name, got, want, scale, bound)."""
+
+    def _needs(self, there, otherwise):
+        if not there:
+            raise Skip(otherwise)
+
+    def _forward(self, x):
+        """The two identities of y on the rows of x."""
+        a, (xc, s, r) = self.some_a(x.shape[-1]), self.parts(x)
+        xh, band = self.run(x, a).y / a, 2 * self.rho(x)
+        along = xc * ((xh * xc).sum(-1, True) / xc.square().sum(-1, True))
+        square = xh.square().mean(-1, True) * r.square() / s
+        yield "mean(xh^2) (s + e) / s", square, torch.ones_like(s), 1.0, band
+        yield "xh along xc", xh, along, xh.abs().amax(-1, True), band
+
+    def _euler(self, x, a=None):
+        """Euler's line of the input on the rows of x."""
+        a, b = self.some_a(x.shape[-1]) if a is None else a, self.some_b(x.shape[-1])
+        dy, (xc, s, r) = self.some_dy(x), self.parts(x)
+        out, leak = self.run(x, a, b, dy), self.leak(s)
+        scale = (a * dy).norm(dim=-1, keepdim=True) * xc.norm(dim=-1, keepdim=True) / r
+        yield ("<xc, dx>", (xc * out.dx).sum(-1, True), leak * (dy * (out.y - b)).sum(-1, True),
+               scale + leak * (dy * b).abs().sum(-1, True), GRADIENT * self.rho(x))
+
+    def _both(self, x):
+        yield from self._forward(self.round(x))
+        yield from self._euler(self.round(x))
+
+    def _column(self, x, dy):
+        """Euler's line of the gain, and the bias's sum, column by column."""
+        self._needs(self.names[0], "no gain")
+        a, b, (u, v) = self.some_a(), self.some_b(), self.bounds()
+        out = self.run(x, a, b, dy)
+        terms, band = dy * (out.y - b), PRODUCTS * u + (len(x) + self.dim) * v
+        scale = (terms.abs() + (dy * b).abs()).sum(0)
+        yield "a da", a * out.da, terms.sum(0), scale, band + PRODUCTS * (self.rho(x) - self.rho())
+        if self.names[1]:
+            yield "db", out.db, dy.sum(0), dy.abs().sum(0), band
+
+    def _jacobians(self):
+        """x, r J and rows i of it (all, or WHOLE / 4 at random), of two rows of two sizes."""
+        d, a = self.dim, self.some_a()
+        i = torch.arange(d) if d <= WHOLE else self.draw(d).argsort()[:WHOLE // 4]
+        for size in (1.0, 3.0):
+            x = self.round(size * (self.draw(1, d) + 0.2))
+            dx = self.run(x.repeat(len(i), 1), a, dy=torch.eye(d).double()[i]).dx
+            yield x, dx / a[i, None] * self.parts(x)[2], i
+
+    def _same(self, name, out, ref, dy, a, x, index=slice(None)):
+        """y and dx of one run equal those of another, in rounding."""
+        y, dx = ref.y[index], ref.dx[index]
+        scale = (a * dy).norm(dim=-1, keepdim=True) / self.parts(x)[2]
+        yield f"y, {name}", out.y, y, y.abs().amax(-1, True), 2 * self.rho(x)
+        yield f"dx, {name}", out.dx, dx, scale, GRADIENT * self.rho(x)
+
+    def unit(self):
+        """mean(xh^2) = s / (s + e), xh along xc"""
+        yield from self._forward(self.rows())
+
+    def gauge(self):
+        """xh(cx) = c xh(x) r(x) / r(cx)"""
+        x, a, top = self.rows(6), self.some_a(), TOP.get(self.work, 30)
+        c = [3.0, 0.7, -1.0, *(2.0**k for k in POWERS if -top / 2 <= k < top)]
+        c = torch.tensor(c).double()[:, None, None]
+        want = self.run(x, a).y / a * c * self.parts(x)[2] / self.parts(c * x)[2]
+        got = self.run(self.round(c * x).flatten(0, 1), a).y.view_as(want) / a
+        yield "xh(cx)", got, want, want.abs().amax(-1, True), 3 * self.rho(x)
+
+    def gain(self):
+        """y(a) = a y(1)"""
+        self._needs(self.names[0], "no gain")
+        x, a, _ = self.point()
+        want = a * self.run(x).y
+        yield "y", self.run(x, a).y, want, want.abs().amax(-1, True), 2 * self.rho(x)
+
+    def bias(self):
+        """y(b) = y(0) + b"""
+        self._needs(self.names[1], "no bias")
+        (x, a, _), b = self.point(), self.some_b()
+        y = self.run(x, a).y
+        yield "y - y(0)", self.run(x, a, b).y - y, b, y.abs() + b.abs(), 2 * self.rho(x)
+
+    def euler(self):
+        """<xc, dx> = <dy, y - b> e / (s + e)"""
+        yield from self._euler(self.rows())
+
+    def dgain(self):
+        """a da = sum of dy (y - b), db = sum of dy"""
+        x, _, dy = self.point()
+        yield from self._column(x, dy)
+
+    def many(self):
+        """the same over 4096 equal rows, dy = 1"""
+        x = self.rows(1).repeat(MANY, 1)
+        yield from self._column(x, torch.ones_like(x))
+
+    def jacobian(self):
+        """r J = C - xh xh' / d, its rank, J xc, J 1"""
+        d = self.dim
+        for x, J, i in self._jacobians():
+            (xc, s, _), band = self.parts(x), GRADIENT * self.rho(x)
+            P = torch.eye(d).double() - self.centred / d - (1 - self.leak(s)) * xc.T @ xc / (d * s)
+            gap = (J - P[i]).norm(dim=-1)
+            yield "rows of r J - P", gap, torch.zeros_like(gap), 1.0, band
+            yield "r J xc", J @ xc[0], (self.leak(s) * xc)[0, i], xc.norm(), band
+            if self.centred:
+                yield "r J 1", J.sum(-1), torch.zeros_like(gap), d**0.5, band
+            if d <= WHOLE:
+                rank = (torch.linalg.svdvals(J.nan_to_num()) > 0.5).sum()
+                yield "rank of J", rank, torch.tensor(d - 1 - self.centred), 1.0, 0
+
+    def symmetry(self):
+        """J = J'"""
+        for x, J, i in self._jacobians():
+            yield "r J", J[:, i], J[:, i].T, 1.0, GRADIENT * self.rho(x)
+
+    def zerosum(self):
+        """sum(xh) = 0, sum(dx) = 0"""
+        self._needs(self.centred, "not centred")
+        x, a, dy = self.point()
+        out, zero = self.run(x, a, dy=dy), torch.zeros(len(x), 1)
+        xh, size = out.y / a, (a * dy).abs().sum(-1, True) / self.parts(x)[2]
+        yield "sum(xh)", xh.sum(-1, True), zero, xh.abs().sum(-1, True), 2 * self.rho(x)
+        yield "sum(dx)", out.dx.sum(-1, True), zero, size, GRADIENT * self.rho(x)
+
+    def shift(self):
+        """y(x + c) = y(x)"""
+        self._needs(self.centred, "not centred")
+        x, a = (2 * self.draw(6, self.dim)).round().clamp(-4, 4), self.some_a()
+        far, y = x + 2.0 ** SHIFT.get(self.work, 6), self.run(x, a).y
+        yield "y", self.run(far, a).y, y, y.abs().amax(-1, True), 2 * self.rho(far)
+
+    def permute(self):
+        """permuted elements: y and dx are permuted"""
+        (x, a, dy), p = self.point(), self.draw(self.dim).argsort()
+        ref, out = self.run(x, a, dy=dy), self.run(x[:, p], a[p], dy=dy[:, p])
+        yield from self._same("permuted", out, ref, dy[:, p], a[p], x[:, p], (slice(None), p))
+
+    def tokens(self):
+        """one row changed: the others keep every bit"""
+        (x, a, dy), k = self.point(), N // 3
+        other, keep = x.clone(), torch.arange(N) != k
+        other[k] = self.round(7 * x[k].flip(-1) + 1)
+        ref, out, k = self.run(x, a, dy=dy), self.run(other, a, dy=dy), slice(k, k + 1)
+        yield "y of other rows", out.y[keep], ref.y[keep], 1.0, 0
+        yield "dx of other rows", out.dx[keep], ref.dx[keep], 1.0, 0
+        yield from self._same("a row alone", self.run(x[k], a, dy=dy[k]), ref, dy[k], a, x[k], k)
+
+    def layout(self):
+        """strided, sliced and expanded x and dy"""
+        x, a, dy = self.point()
+        ref = self.run(x, a, dy=dy)
+        for name, lay in LAYOUTS.items():
+            yield from self._same(f"{name} x", self.run(x, a, dy=dy, lay=lay), ref, dy, a, x)
+            yield from self._same(f"{name} dy", self.run(x, a, dy=dy, lay_dy=lay), ref, dy, a, x)
+        x, dy, lay = x[:1].expand(N, -1), dy[:1].expand(N, -1), lambda t: t[:1].expand(N, -1)
+        ref, out = self.run(x, a, dy=dy), self.run(x, a, dy=dy, lay=lay, lay_dy=lay)
+        out.dx = out.dx.sum(0, True) / N
+        yield from self._same("expanded", out, ref, dy, a, x)
+
+    def shapes(self):
+        """one to four axes"""
+        x, a, dy = self.point()
+        ref = self.run(x, a, dy=dy)
+        for shape in ((-1,), (2, N // 2, -1), (2, 3, N // 6, -1)):
+            k = slice(0, 1) if len(shape) == 1 else slice(None)
+            out = self.run(x[k].reshape(shape), a, dy=dy[k].reshape(shape))
+            out.y, out.dx = out.y.view_as(x[k]), out.dx.view_as(x[k])
+            yield from self._same(f"{len(shape)} axes", out, ref, dy[k], a, x[k], k)
+
+    def widths(self):
+        """unit and euler at d = 7, 33, 769, 1536"""
+        self._needs(not isinstance(self.call, torch.nn.Module), "a built module has one width")
+        for d in WIDTHS:
+            level = self.draw(2, d).sign() * torch.tensor([[1.0], [1.25]])  # equal squares
+            for name, *piece in self._both(torch.cat([self.rows(5, d), level])):
+                yield f"{name}, d = {d}", *piece
+
+    def zero(self):
+        """a zero row: y = 0, dx = C (a dy) / sqrt(e)"""
+        self._needs(self.e > 0, "eps is 0")
+        x, a = self.rows(), self.some_a()
+        x[0] = 0
+        dy = self.some_dy(x)
+        out, v = self.run(x, a, dy=dy), a * dy[0]
+        yield "y", out.y[0], torch.zeros(self.dim), 1.0, 0
+        if dy[0].any():  # else 1 / sqrt(e) is out of the dtype's range
+            yield ("dx sqrt(e)", out.dx[0] * self.e**0.5, v - self.centred * v.mean(), v.norm(),
+                   GRADIENT * self.rho())
+
+    def constant(self):
+        """a constant row"""
+        if not self.centred:
+            yield from self._both(torch.tensor([[1.3], [-0.7]]).double().repeat(1, self.dim))
+            return
+        self._needs(self.e > 0, "eps is 0")
+        (u, v), level = self.bounds(), 5.3  # whose square, rounded, is 28 e: a one-pass variance
+        level = self.round(torch.tensor(level * (self.e / self.bounds()[1]) ** 0.5).clamp(max=1e4))
+        y, k = self.run(level.repeat(2, self.dim)).y, float(level) / self.e**0.5
+        yield "y", y, torch.zeros_like(y), 1.0, 2 * u + self.dim * v * k
+
+    def tiny(self):
+        """unit and euler at s = e / 64 .. 64 e"""
+        self._needs(self.e > 0, "eps is 0")
+        if self.e < 4.0 ** LOW.get(self.work, -50):
+            raise Unresolved("its eps lies below the squares")
+        x = self.draw(7, self.dim) * self.e**0.5
+        x = (x - self.centred * x.mean(-1, True)) * 2.0 ** torch.arange(-3, 4)[:, None]
+        yield from self._both(x)
+
+    def spike(self):
+        """unit and euler, one element of 512 rms"""
+        x = self.rows(6)
+        x[:, self.dim // 3] = SPIKE * x.square().mean(-1).sqrt().clamp(max=16)
+        yield from self._both(x)
+
+    def offset(self):
+        """unit and euler, a mean of 16 rms"""
+        yield from self._both(self.draw(6, self.dim) + OFFSET)
+
+    def large(self):
+        """unit and euler near the top of the range"""
+        yield from self._both(self.draw(6, self.dim) * 2.0 ** TOP.get(self.work, 30))
+
+    def zerogain(self):
+        """a third of the gain is 0: y, dx, da"""
+        self._needs(self.names[0], "no gain")
+        x, a, dy = self.point()
+        a[::3] = 0
+        out, one, (_, v) = self.run(x, a, dy=dy), dy * self.run(x).y, self.bounds()
+        yield "y where a = 0", out.y[:, ::3], torch.zeros(N, 1), 1.0, 0
+        yield "da", out.da, one.sum(0), one.abs().sum(0), self.rho(x) + N * v
+        yield from self._euler(x, a)
+
+    def intact(self):
+        """x, gain and dy are not written to"""
+        x, a, dy = self.point()
+        out = self.run(x, a, dy=dy)
+        yield "x, no gradient asked", self.run(x, a).x, x, 1.0, 0
+        yield "x", out.x, x, 1.0, 0
+        yield "dy", out.dy, dy, 1.0, 0
+        yield "gain", a if out.a is None else out.a, a, 1.0, 0
+
+    def repeat(self):
+        """three runs give the same bits"""
+        x, a, dy = self.point()
+        first, *more = (self.run(x, a, dy=dy) for _ in range(3))
+        for out in more:
+            for name in ("y", "dx", *["da"] * bool(self.names[0])):
+                yield name, getattr(out, name), getattr(first, name), 1.0, 0
+
+    def grads(self):
+        """a gradient for every subset and layout"""
+        x, a, dy = self.point()
+        full = self.run(x, a, dy=dy)
+        has = "x" + "".join(k for k, name in zip("ab", self.names, strict=True) if name)
+        for need in sorted({has[i:j] for i in range(3) for j in range(4)} - {""}):
+            for name, lay in {"contiguous": None, **LAYOUTS}.items():
+                out = self.run(x, a, dy=dy, need=need, lay=lay)
+                for k in need:
+                    want = getattr(full, f"d{k}")
+                    yield (f"d{k} of {need}, {name} x", getattr(out, f"d{k}"), want,
+                           want.abs().max() * N**0.5, GRADIENT * self.rho(x))
+
+    def dtypes(self):
+        """y and gradients keep dtype and shape"""
+        x, a, dy = self.point()
+        out = self.run(x, a, dy=dy)
+        got = torch.tensor([out.type == self.dtype, *out.alike]).double()
+        yield f"y in {str(out.type)[6:]}; gradients", got, torch.ones_like(got), 1.0, 0
+
+    def mixed(self):
+        """a float32 gain gives the same y"""
+        self._needs(self.names[0] and self.dtype.itemsize == 2, "no gain of a half dtype")
+        x, a, _ = self.point()
+        try:
+            y = self.run(x, a, gain=torch.float32).y
+        except RuntimeError as error:
+            raise Skip("refused") from error
+        want = self.run(x, a).y
+        yield "y", y, want, want.abs().amax(-1, True), 2 * self.rho(x)
+
+    def init(self):
+        """a new module: mean(y^2) = s / (s + e)"""
+        self._needs(builds(self.call), "not a class")
+        x = self.rows()
+        with quiet():
+            y, (_, s, r) = host(self.build(self.dim)(self.put(x))), self.parts(x)
+        square = y.square().mean(-1, True) * r.square() / s
+        yield "mean(y^2) (s + e) / s", square, torch.ones_like(s), 1.0, 2 * self.rho(x)
+
+    def compiled(self):
+        """torch.compile's y and dx equal eager's"""
+        x, a, dy = self.point()
+        ref, self.compiling = self.run(x, a, dy=dy), True
+        try:
+            yield from self._same("compiled", self.run(x, a, dy=dy), ref, dy, a, x)
+        finally:
+            self.compiling = False
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "strided": lambda t: torch.stack([t, t + 1], -1).flatten(-2)[..., ::2],
+    "sliced": lambda t: torch.cat([t[-1:] + 1, t])[1:]}
+IDS = {id: f.__doc__ for id, f in vars(Checks).items() if id[0] != "_"}
+BANK = {  # the part that is wrong, its likely causes, and what each makes of it
+    "y": {
+        "eps outside the root": lambda q: q.a * q.xc / (q.s.sqrt() + q.e),
+        "divisor d - 1": lambda q: q.a * q.xc / (q.s * q.d / (q.d - 1) + q.e).sqrt(),
+        "the sum for the mean": lambda q: q.a * q.xc / (q.s * q.d + q.e).sqrt(),
+        "the variance for the mean square":
+            lambda q: q.a * q.x / (q.x.var(-1, keepdim=True, unbiased=False) + q.e).sqrt(),
+        "the gain inside the statistic":
+            lambda q: q.a * q.xc / ((q.a * q.xc).square().mean(-1, True) + q.e).sqrt(),
+        "one statistic for all rows": lambda q: q.a * q.xc / (q.s.mean() + q.e).sqrt(),
+        "squares in the input's dtype":
+            lambda q: q.a * q.xc / host(q.low(q.xc).square().mean(-1, True) + q.e).sqrt()},
+    "dx": {
+        "the gain twice in the projection":
+            lambda q: (q.v - q.xh * (q.a * q.v * q.xh).mean(-1, True)) / q.r,
+        "no gain in the projection's dot":
+            lambda q: (q.v - q.xh * (q.dy * q.xh).mean(-1, True)) / q.r,
+        "no projection": lambda q: q.v / q.r,
+        "1 / r missing": lambda q: q.right * q.r},
+    "da": {"sums in the input's dtype":
+           lambda q: host(functools.reduce(torch.add, q.low(q.dy * q.xh)))}}
+
+
+def far(got, want):
+    """Greatest difference, relative to its row."""
+    gap = (got - want).abs() / want.abs().amax(-1, keepdim=True)
+    return float(gap.nan_to_num(math.inf, math.inf).max())
+
+
+def probe(norm, part):
+    """What the bank's formulas need: rows of every size, or one long column for da."""
+    q = SimpleNamespace(d=norm.dim, e=norm.e, low=lambda t: t.to(norm.dtype), a=norm.some_a())
+    x = torch.cat([norm.rows(4), norm.draw(2, q.d) * (q.e or 1.0) ** 0.5])
+    q.x = norm.round(torch.cat([x, SPIKE * norm.draw(2, q.d)]))
+    q.dy = norm.some_dy(q.x)
+    if part == "da":
+        q.x, q.dy = q.x[:1].repeat(MANY // 4, 1), torch.ones(MANY // 4, q.d).double()
+    q.xc, q.s, q.r = norm.parts(q.x)
+    q.v, q.xh = q.a * q.dy, q.xc / q.r
+    inner = q.xc * (1 - norm.leak(q.s)) * (q.v * q.xc).mean(-1, True) / q.s
+    q.right = {"y": q.a * q.xh, "da": (q.dy * q.xh).sum(0), "dx": (
+        q.v - norm.centred * q.v.mean(-1, True) - inner) / q.r}[part]
+    return q
+
+
+def cause_of(norm):
+    """The first part that is wrong, and the wrong norm of the bank that it equals."""
+    for part in BANK:
+        norm.start("cause")
+        q = probe(norm, part)
+        got, band = getattr(norm.run(q.x, q.a, dy=q.dy), part), GRADIENT * norm.rho(q.x)
+        if got is not None and far(got, q.right) > band:
+            gaps = {name: far(got, wrong(q)) for name, wrong in BANK[part].items()}
+            name = min(gaps, key=gaps.get)
+            return f"{part} equals {name}, to {gaps[name]:.0e}" if gaps[name] <= band else ""
+    return ""
+
+
+def wrapper(call):
+    """The line that makes a callee of another signature f(x, weight, eps)."""
+    stands = dict.fromkeys(("weight", "gamma", "gain", "scale", "w", "g"), "weight")
+    stands |= dict.fromkeys(("bias", "beta"), "torch.zeros_like(weight)")
+    stands |= {"eps": "eps", "epsilon": "eps", "out": "out", "normalized_shape": "x.shape[-1:]"}
+    name, line = getattr(call, "__name__", "f"), "wrap it: def norm(x, weight, eps): "
+    try:
+        known = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        known = ()
+    wants = [p.name for p in known if p.default is p.empty or p.name in stands]
+    given = [stands.get(p, "...") for p in wants]
+    if "..." in given:
+        given[given.index("...")] = "x"
+    does = f"{name}({', '.join(given or ['...'])})"
+    if "out" in given:
+        return f"{line}out = torch.empty_like(x); {does}; return out"
+    return f"{line}return {does}"
+
+
+def admit(call, dim, kwargs, eps, device, dtypes, seed):
+    """The norms that run, one a dtype, and what the other dtypes raised."""
+    norms, refused = [], {}
+    for dtype in dtypes:
+        norm = Checks(call, dim, kwargs, eps, device, dtype, seed)
+        try:
+            norm.run(norm.rows(2))
+            norms.append(norm)
+        except Exception as error:
+            refused[dtype] = error
+    if not norms and all(isinstance(e, TypeError) for e in refused.values()):
+        error = str(refused[dtypes[0]])
+        line = wrapper(call) + "[0]" * ("returned tuple" in error)
+        raise TypeError(f"{error}; {line}" if norm.function else error)
+    if torch.float64 in refused and torch.float32 not in dtypes:
+        more, also = admit(call, dim, kwargs, eps, device, [torch.float32], seed)
+        return more + norms, {**refused, **also}
+    return norms, refused
+
+
+def identify(norms):
+    """Every norm learns the widest one's traits; returns them in words."""
+    wide = min(norms, key=lambda n: torch.finfo(n.dtype).eps)
+    if not wide.function:
+        wide.names = wide.find_names()
+    wide.plus = wide.find_plus() if wide.names[0] else 0.0
+    traits = {"kind": wide.kind(), "axes": wide.axes(), "divisor": wide.divisor()}
+    if wide.dtype == torch.float64:
+        traits["computes"] = wide.computes()
+        wide.work = DTYPES[traits["computes"]]
+    wide.e, wide.place = wide.find_eps()
+    for norm in norms:
+        norm.settle(wide)
+    traits["place"] = {"floor": "a floor under s"}.get(wide.place, f"{wide.place} the root")
+    plus = {0.0: "w", 1.0: "1 + w"}.get(wide.plus, f"{wide.plus:.3g} + w")
+    traits |= {"gain": plus if wide.names[0] else "none", "bias": "b" if wide.names[1] else "none"}
+    for half in [n for n in norms if n.dtype.itemsize == 2 and wide.names[0]][:1]:
+        traits |= {"rounds": half.rounds(), "output": half.outputs()}
+    return traits
+
+
+def told(norms, traits, expect, eps):
+    """The rows of what the callee is; expectations make verdicts of them."""
+    for id, text in traits.items():
+        want = EXPECT.get(expect, {}).get(id)
+        words = f"{id}: {text}" + f", {'not ' * (text != want)}as {expect}" * (want is not None)
+        yield (("info", id, words, None, None, None) if want is None else
+               ("law", id, words, 1, float(text == want), 0))
+    for norm in norms:
+        name = f"eps, {short(norm.dtype)}"
+        if eps is None:
+            yield "info", "eps", name, None, norm.e, None
+        elif norm.e == 0 < eps < 4.0 ** LOW.get(norm.work, -50):
+            yield "unresolved", "eps", name, eps, norm.e, None
+        else:
+            yield "law", "eps", name, eps, norm.e, 8 * norm.rho() * eps
+        yield "info", "range", f"row rms {norm.serves()}, {short(norm.dtype)}", None, None, None
+
+
+def worst(pieces):
+    """The numbers of the piece that takes the largest share of its bound, where it does."""
+    found = []
+    for name, got, want, scale, bound in pieces:
+        got, want = torch.broadcast_tensors(got.double(), want.double())
+        gap = ((got - want).abs() / scale).nan_to_num(math.inf, math.inf)
+        i = int(gap.argmax())
+        size, index = float(gap.flatten()[i]), []
+        for length in reversed(gap.shape):
+            i, k = divmod(i, length)
+            index.insert(0, k)
+        found.append({"share": size / bound if bound else (math.inf if size else 0.0),
+                      "piece": name, "index": index, "got": float(got[tuple(index)]),
+                      "want": float(want[tuple(index)]), "measured": size, "bound": bound})
+    return max(found, key=lambda piece: piece["share"])
+
+
+def attempt(norm, id, replay):
+    """The row of one check, and the lines that a failure adds."""
+    name = short(norm.dtype)
+    norm.start(id)
+    try:
+        found = worst(getattr(norm, id)())
+    except Skip as why:
+        return ("info", id, f"does not apply: {why}, {name}", None, None, None), []
+    except Unresolved as why:
+        return ("unresolved", id, f"{why}, {name}", None, None, None), []
+    except Exception as error:
+        found = {"share": math.inf, "measured": math.nan, "bound": 0,
+                 "error": f"{type(error).__name__}: {error}"}
+    row = (id, f"{IDS[id]}, {name}", 0, found["measured"], found["bound"])
+    if found["share"] <= 1:
+        kinds = ("identity", 1e-3), ("law", CANNOT_TELL), ("unresolved", math.inf)
+        return (next(kind for kind, top in kinds if found["bound"] < top), *row), []
+    if norm.cause is None:
+        try:
+            norm.cause = cause_of(norm)
+        except Exception:
+            norm.cause = ""
+    found |= {"cause": norm.cause, "replay": replay(id, str(norm.dtype)[6:])}
+    return ("law", *row, found), story(found)
+
+
+def story(found):
+    """A failure in words."""
+    what = (f"it raised {found['error'].splitlines()[0]}" if "error" in found else
+            f"{found['piece']}: {found['got']:.6g} where {found['want']:.6g} is right, "
+            f"at {found['index']}")
+    cause = f"likely cause: {found['cause']}" * bool(found["cause"])
+    return ["         " + line for line in (what, cause, f"replay: {found['replay']}") if line]
+
+
+def examine(norms, refused, eps, expect, only, compiling, replay):
+    """Rows and lines: what the callee is, then every check in every dtype."""
+    for dtype, error in refused.items():
+        text = f"refuses {short(dtype)}: {error}".encode("ascii", "replace").decode()
+        once = dtype == torch.float64 and norms
+        row = "call", " ".join(text.split())[:49]
+        yield ("info", *row, None, None, None) if once else ("law", *row, 0, math.nan, 0)
+    if not norms:
+        return
+    try:
+        yield from (r for r in told(norms, identify(norms), expect, eps)
+                    if not only or r[1] in only)
+    except Exception as error:
+        yield ("law", "call", "its traits cannot be measured", 0, math.nan, 0,
+               {"error": f"{type(error).__name__}: {error}", "cause": "", "replay": ""})
+    for norm in norms:
+        for id in [i for i in IDS if (i in only if only else compiling or i != "compiled")]:
+            row, lines = attempt(norm, id, replay)
+            yield row
+            yield from lines
+
+
+def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", eps=None,
+          expect=None, only=None, compiling=False, seed=0):
+    """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
+    def replay(id, dtype):
+        return f"conform.check(norm, {dim}, only=[{id!r}], dtypes=[{dtype!r}], seed={seed})"
+    dim, kwargs = width(norm, dim), kwargs or {}
+    norms, refused = admit(norm, dim, kwargs, eps, torch.device(device),
+                           [DTYPES[t] for t in dtypes], seed)
+    keys = ("kind", "id", "quantity", "expected", "measured", "bound", "detail")
+    rows = examine(norms, refused, right_eps(norm, kwargs, eps), expect, only, compiling, replay)
+    rows = [dict(zip(keys, (*row, {})[:7], strict=True)) for row in rows if isinstance(row, tuple)]
+    for r in rows:
+        holds = r["bound"] is not None and abs(r["measured"] - r["expected"]) <= r["bound"]
+        shown = r["kind"] in ("info", "unresolved")
+        r["verdict"] = r["kind"] if shown else "ok" if holds else "FAILS"
+    return rows
+
+
+def assert_conforms(norm, dim=None, kwargs=None, **options):
+    """check(), or AssertionError with what fails in words."""
+    rows = check(norm, dim, kwargs, **options)
+    lines = [line for r in rows if r["verdict"] == "FAILS" for line in (
+        f"{r['id']}: {r['quantity']}: {r['measured']:.3g}, band {r['bound']:.3g}: FAILS",
+        *(story(r["detail"]) if r["detail"] else ()))]
+    if lines or not any(r["verdict"] == "ok" for r in rows):
+        raise AssertionError("\n".join(lines or ["no check could be made"]))
+
+
+def width(call, dim):
+    """The asked width, or a built module's own, or DIM."""
+    if dim is None and isinstance(call, torch.nn.Module):
+        return next((t.numel() for t in call.parameters()), DIM)
+    return dim or DIM
+
+
+def right_eps(call, kwargs, eps):
+    """The eps that a verdict can be made of: the asked one, a function's, or the class's."""
+    if eps is None and not builds(call) and not isinstance(call, torch.nn.Module):
+        return FUNCTION_EPS
+    return kwargs.get("eps") if eps is None else eps
+
+
+def words(known, option, text):
+    """A comma list of known names."""
+    picked = list(dict.fromkeys(text.split(",")))
+    for word in picked:
+        if word not in known:
+            raise ValueError(f"argument {option}: {word!r} is none of {', '.join(known)}")
+    return picked
+
+
+def options(parser):
+    """The callee, how to build it, and what to judge."""
+    def callee(text):
+        with quiet():
+            return (text, *parser.load(text))
+    parser.add_argument("norm", nargs="?", type=callee, default="torch.nn:RMSNorm",
+                        help="pkg.module:Class or :function; default torch.nn:RMSNorm")
+    parser.add_argument("--kwargs", default="{}", help="JSON object for the class")
+    parser.add_argument("--dim", type=parser.number(8, 2**16, int, closed=True))
+    parser.add_argument("--dtype", dest="picked", help="comma list of " + ", ".join(DTYPES))
+    parser.add_argument("--eps", type=parser.number(0, 1e3, closed=True),
+                        help="the right value; also a function's argument")
+    parser.add_argument("--expect", choices=sorted(EXPECT), help="make verdicts of the traits")
+    parser.add_argument("--only", help="comma list of ids")
+    parser.add_argument("--list", action="store_true", help="print the checks")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well")
+    parser.set_defaults(prepare=prepare)
+
+
+def prepare(args):
+    """Turn the options into norms; ValueError or TypeError for what cannot be."""
+    if args.list:
+        print(*(f"{id:<8} {text}" for id, text in IDS.items()), sep="\n")
+        raise SystemExit(0)
+    try:
+        args.kwargs = dict(json.loads(args.kwargs))
+    except (TypeError, ValueError):
+        raise ValueError("argument --kwargs: write a JSON object, {\"eps\": 1e-6}") from None
+    args.only = words([*IDS, *TRAITS], "--only", args.only) if args.only is not None else None
+    here = [t for t in DTYPES if args.device.type != "mps" or t != "float64"]
+    picked = here if args.picked is None else words(here, "--dtype", args.picked)
+    args.dtypes = [DTYPES[t] for t in picked]
+    args.spec, args.call, args.file = args.norm
+    args.dim = width(args.call, args.dim)
+    args.admitted = admit(args.call, args.dim, args.kwargs, args.eps, args.device, args.dtypes,
+                          args.seed)
+
+
+def measure(args):
+    """The callee, what it is, and every check of it."""
+    rest = [f"--dim {args.dim}"]
+    rest += ["--kwargs " + shlex.quote(json.dumps(args.kwargs))] * bool(args.kwargs)
+    rest += [f"--eps {args.eps!r}"] * (args.eps is not None)
+    rest += [f"--device {args.device}"] * args.chosen
+    line = " ".join(["python conform.py", args.spec, *rest])
+
+    def replay(id, dtype):
+        return f"{line} --only {id} --dtype {dtype} --seed {args.seed}"
+    yield f"{line[18:]}  ({args.file})"
+    eps = right_eps(args.call, args.kwargs, args.eps)
+    yield from examine(*args.admitted, eps, args.expect, args.only, args.compile, replay)
+
+
+if __name__ == "__main__":
+    from report import run
+    raise SystemExit(run(measure, __doc__, options))

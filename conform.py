@@ -46,6 +46,7 @@ ROUNDINGS = 8  # steps of y in u: centring, square, mean, + eps, root, reciproca
 GRADIENT = 4  # rho: the backward takes as many steps again, on two terms that may cancel
 PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, the last rounding of the sum
 CANNOT_TELL = 0.25  # a wider band says nothing
+EXPLAINED = 1e-3  # of a difference that a cause may leave over
 FUNCTION_EPS = 3e-6  # a function's eps: a value that nobody builds in
 LOW = {torch.float64: -400, torch.float16: -16}  # log2 of the least x whose square is sound
 TOP = {torch.float64: 200, torch.float16: 12}  # log2 of a large row, gradient included
@@ -68,11 +69,7 @@ EXPECT = {
 
 
 class Skip(Exception):
-    """The check does not apply to this callee."""
-
-
-class Unresolved(Exception):
-    """This dtype cannot tell."""
+    """kind and words of a check that is not made: info (does not apply) or unresolved."""
 
 
 class Feed(torch.autograd.Function):
@@ -187,7 +184,9 @@ class Norm:
             if self.names[i] is not None:
                 t = self.put(value, dtype)
                 out[i] = own.get(self.names[i], t)
-                out[i].data = t.view_as(out[i])
+                if out[i].dtype != t.dtype:
+                    out[i].data = t.view_as(out[i])
+                out[i].detach().copy_(t.view_as(out[i]))
                 out[i].requires_grad_("ab"[i] in need)
         return out
 
@@ -258,7 +257,7 @@ class Norm:
         (u, v), d, k = self.bounds(), self.dim if x is None else x.shape[-1], 0.0
         if self.centred and x is not None:  # k = |mean| / sqrt(s): centring multiplies rounding
             s = self.parts(x)[1]
-            k = float((x.mean(-1, keepdim=True).abs() / s.sqrt())[s > 0].max())
+            k = float((x.mean(-1, keepdim=True).abs() / s.sqrt()).nan_to_num(0.0, 0.0).max())
         return (ROUNDINGS + 2 * k) * u + d * (0.5 + k) * v
 
 
@@ -269,12 +268,12 @@ class Traits(Norm):
         """Names of gain and bias: what moves y by rows, and what moves every row alike."""
         x, found, tensors = self.rows(8), {}, self.tensors(self.dim)
         for t in tensors.values():
-            t.data = torch.full_like(t, 0.5)
+            t.detach().fill_(0.5)
         y = self.run(x).y
         for name, t in tensors.items():
-            t.data = torch.full_like(t, 1.5)
+            t.detach().fill_(1.5)
             moved = self.run(x).y - y
-            t.data = torch.full_like(t, 0.5)
+            t.detach().fill_(0.5)
             alike = bool((moved - moved[0]).abs().max() < 0.01 * moved.abs().max())
             if moved.any() or isinstance(t, torch.nn.Parameter):
                 found.setdefault("bias" if alike else "gain", name)
@@ -396,7 +395,7 @@ class Checks(Traits):
 
     def _needs(self, there, otherwise):
         if not there:
-            raise Skip(otherwise)
+            raise Skip("info", f"does not apply: {otherwise}")
 
     def _forward(self, x):
         """The two identities of y on the rows of x."""
@@ -566,7 +565,7 @@ class Checks(Traits):
         """unit and euler at d = 7, 33, 769, 1536"""
         self._needs(not isinstance(self.call, torch.nn.Module), "a built module has one width")
         for d in WIDTHS:
-            level = self.draw(2, d).sign() * torch.tensor([[1.0], [1.25]])  # equal squares
+            level = (-1.0) ** torch.arange(d) * torch.tensor([[1.0], [1.25]])  # equal squares
             for name, *piece in self._both(torch.cat([self.rows(5, d), level])):
                 yield f"{name}, d = {d}", *piece
 
@@ -597,7 +596,7 @@ class Checks(Traits):
         """unit and euler at s = e / 64 .. 64 e"""
         self._needs(self.e > 0, "eps is 0")
         if self.e < 4.0 ** LOW.get(self.work, -50):
-            raise Unresolved("its eps lies below the squares")
+            raise Skip("unresolved", "its eps lies below the squares")
         x = self.draw(7, self.dim) * self.e**0.5
         x = (x - self.centred * x.mean(-1, True)) * 2.0 ** torch.arange(-3, 4)[:, None]
         yield from self._both(x)
@@ -670,7 +669,7 @@ class Checks(Traits):
         try:
             y = self.run(x, a, gain=torch.float32).y
         except RuntimeError as error:
-            raise Skip("refused") from error
+            raise Skip("info", "a float32 gain is refused") from error
         want = self.run(x, a).y
         yield "y", y, want, want.abs().amax(-1, True), 2 * self.rho(x)
 
@@ -701,13 +700,13 @@ IDS = {id: f.__doc__ for id, f in vars(Checks).items() if id[0] != "_"}
 BANK = {  # the part that is wrong, its likely causes, and what each makes of it
     "y": {
         "eps outside the root": lambda q: q.a * q.xc / (q.s.sqrt() + q.e),
-        "divisor d - 1": lambda q: q.a * q.xc / (q.s * q.d / (q.d - 1) + q.e).sqrt(),
-        "the sum for the mean": lambda q: q.a * q.xc / (q.s * q.d + q.e).sqrt(),
+        "divisor d - 1": lambda q: q.a * q.xc / ((q.s + q.e) * q.d / (q.d - 1)).sqrt(),
+        "the sum for the mean": lambda q: q.a * q.xc / ((q.s + q.e) * q.d).sqrt(),
         "the variance for the mean square":
             lambda q: q.a * q.x / (q.x.var(-1, keepdim=True, unbiased=False) + q.e).sqrt(),
         "the gain inside the statistic":
             lambda q: q.a * q.xc / ((q.a * q.xc).square().mean(-1, True) + q.e).sqrt(),
-        "one statistic for all rows": lambda q: q.a * q.xc / (q.s.mean() + q.e).sqrt(),
+        "one statistic for all rows": lambda q: q.a * q.xc / q.s.mean().sqrt(),
         "squares in the input's dtype":
             lambda q: q.a * q.xc / host(q.low(q.xc).square().mean(-1, True) + q.e).sqrt()},
     "dx": {
@@ -716,7 +715,7 @@ BANK = {  # the part that is wrong, its likely causes, and what each makes of it
         "no gain in the projection's dot":
             lambda q: (q.v - q.xh * (q.dy * q.xh).mean(-1, True)) / q.r,
         "no projection": lambda q: q.v / q.r,
-        "1 / r missing": lambda q: q.right * q.r},
+        "1 / r missing": lambda q: q.right["dx"] * q.r},
     "da": {"sums in the input's dtype":
            lambda q: host(functools.reduce(torch.add, q.low(q.dy * q.xh)))}}
 
@@ -724,22 +723,27 @@ BANK = {  # the part that is wrong, its likely causes, and what each makes of it
 def far(got, want):
     """Greatest difference, relative to its row."""
     gap = (got - want).abs() / want.abs().amax(-1, keepdim=True)
+    gap = gap.masked_fill(got == want, 0.0)
     return float(gap.nan_to_num(math.inf, math.inf).max())
 
 
 def probe(norm, part):
-    """What the bank's formulas need: rows of every size, or one long column for da."""
-    q = SimpleNamespace(d=norm.dim, e=norm.e, low=lambda t: t.to(norm.dtype), a=norm.some_a())
-    x = torch.cat([norm.rows(4), norm.draw(2, q.d) * (q.e or 1.0) ** 0.5])
-    q.x = norm.round(torch.cat([x, SPIKE * norm.draw(2, q.d)]))
-    q.dy = norm.some_dy(q.x)
-    if part == "da":
-        q.x, q.dy = q.x[:1].repeat(MANY // 4, 1), torch.ones(MANY // 4, q.d).double()
-    q.xc, q.s, q.r = norm.parts(q.x)
-    q.v, q.xh = q.a * q.dy, q.xc / q.r
-    inner = q.xc * (1 - norm.leak(q.s)) * (q.v * q.xc).mean(-1, True) / q.s
-    q.right = {"y": q.a * q.xh, "da": (q.dy * q.xh).sum(0), "dx": (
-        q.v - norm.centred * q.v.mean(-1, True) - inner) / q.r}[part]
+    """Rows of every size and their dy, or one long column for da."""
+    x = torch.cat([norm.rows(4), norm.draw(2, norm.dim) * (norm.e or 1.0) ** 0.5])
+    x = norm.round(torch.cat([x, SPIKE * norm.draw(2, norm.dim)]))
+    if part != "da":
+        return x, norm.some_dy(x)
+    return x[:1].repeat(MANY // 4, 1), torch.ones(MANY // 4, norm.dim).double()
+
+
+def formulas(norm, x, a, dy):
+    """The letters of the bank, and y, dx and da as they should be."""
+    q = SimpleNamespace(x=x, a=a, dy=dy, d=x.shape[-1], e=norm.e, low=lambda t: t.to(norm.dtype))
+    q.xc, q.s, q.r = norm.parts(x)
+    q.v, q.xh = a * dy, q.xc / q.r
+    along = q.xc * (1 - norm.leak(q.s)) * (q.v * q.xc).mean(-1, True) / q.s
+    q.right = {"y": a * q.xh, "da": (dy * q.xh).sum(0),
+               "dx": (q.v - norm.centred * q.v.mean(-1, True) - along) / q.r}
     return q
 
 
@@ -747,12 +751,14 @@ def cause_of(norm):
     """The first part that is wrong, and the wrong norm of the bank that it equals."""
     for part in BANK:
         norm.start("cause")
-        q = probe(norm, part)
-        got, band = getattr(norm.run(q.x, q.a, dy=q.dy), part), GRADIENT * norm.rho(q.x)
-        if got is not None and far(got, q.right) > band:
+        (x, dy), a = probe(norm, part), norm.some_a()
+        q, got = formulas(norm, x, a, dy), getattr(norm.run(x, a, dy=dy), part)
+        off, band = 0.0 if got is None else far(got, q.right[part]), GRADIENT * norm.rho(x)
+        if off > band:
             gaps = {name: far(got, wrong(q)) for name, wrong in BANK[part].items()}
             name = min(gaps, key=gaps.get)
-            return f"{part} equals {name}, to {gaps[name]:.0e}" if gaps[name] <= band else ""
+            return f"{part} equals {name}, to {gaps[name]:.0e}" if (
+                gaps[name] <= max(band, EXPLAINED * min(1.0, off))) else ""
     return ""
 
 
@@ -802,10 +808,11 @@ def identify(norms):
     if not wide.function:
         wide.names = wide.find_names()
     wide.plus = wide.find_plus() if wide.names[0] else 0.0
-    traits = {"kind": wide.kind(), "axes": wide.axes(), "divisor": wide.divisor()}
+    traits = {"kind": wide.kind(), "axes": wide.axes()}
     if wide.dtype == torch.float64:
         traits["computes"] = wide.computes()
         wide.work = DTYPES[traits["computes"]]
+    traits["divisor"] = wide.divisor()
     wide.e, wide.place = wide.find_eps()
     for norm in norms:
         norm.settle(wide)
@@ -828,7 +835,7 @@ def told(norms, traits, expect, eps):
         name = f"eps, {short(norm.dtype)}"
         if eps is None:
             yield "info", "eps", name, None, norm.e, None
-        elif norm.e == 0 < eps < 4.0 ** LOW.get(norm.work, -50):
+        elif 0 < eps < 4.0 ** LOW.get(norm.work, -50):
             yield "unresolved", "eps", name, eps, norm.e, None
         else:
             yield "law", "eps", name, eps, norm.e, 8 * norm.rho() * eps
@@ -840,7 +847,8 @@ def worst(pieces):
     found = []
     for name, got, want, scale, bound in pieces:
         got, want = torch.broadcast_tensors(got.double(), want.double())
-        gap = ((got - want).abs() / scale).nan_to_num(math.inf, math.inf)
+        gap = ((got - want).abs() / scale).masked_fill(got == want, 0.0)
+        gap = gap.nan_to_num(math.inf, math.inf)
         i = int(gap.argmax())
         size, index = float(gap.flatten()[i]), []
         for length in reversed(gap.shape):
@@ -859,9 +867,7 @@ def attempt(norm, id, replay):
     try:
         found = worst(getattr(norm, id)())
     except Skip as why:
-        return ("info", id, f"does not apply: {why}, {name}", None, None, None), []
-    except Unresolved as why:
-        return ("unresolved", id, f"{why}, {name}", None, None, None), []
+        return (why.args[0], id, f"{why.args[1]}, {name}", None, None, None), []
     except Exception as error:
         found = {"share": math.inf, "measured": math.nan, "bound": 0,
                  "error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,1110 @@
+"""conform.py must catch every wrong norm of this file, and must not alarm on a right one."""
+
+import functools
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import conform
+import report
+
+torch.set_num_threads(1)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def up(t):
+    """float32 for the half dtypes, as it is otherwise."""
+    return t.float() if t.dtype in HALF else t
+
+
+def rms(x, eps):
+    return (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+# right norms
+
+
+class Llama(nn.Module):
+    """Rounds before the gain and after it."""
+
+    def __init__(self, d, eps=1e-6):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(d)), eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class T5(Llama):
+    """The statistic alone in float32."""
+
+    def forward(self, x):
+        h = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (h.to(self.weight.dtype) if self.weight.dtype in HALF else h)
+
+
+class Gemma(Llama):
+    """A gain of 1 + w."""
+
+    def __init__(self, d, eps=1e-6):
+        super().__init__(d, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return (x.float() / rms(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """LayerNorm with odd names."""
+
+    def __init__(self, d, eps=1e-5):
+        super().__init__()
+        self.g, self.shift = nn.Parameter(torch.ones(1, d)), nn.Parameter(torch.zeros(d))
+        self.eps = eps
+
+    def statistic(self, h):
+        c = h - h.mean(-1, keepdim=True)
+        return c / rms(c, self.eps)
+
+    def forward(self, x):
+        return (self.statistic(up(x)) * self.g.view(-1) + self.shift).to(x.dtype)
+
+
+class Unit(Layer):
+    """LayerNorm without gain and bias."""
+
+    def __init__(self, d, eps=1e-5):
+        nn.Module.__init__(self)
+        self.eps = eps
+
+    def forward(self, x):
+        return self.statistic(up(x)).to(x.dtype)
+
+
+class Sphere(nn.Module):
+    """On the sphere of radius sqrt(d); its gain is a buffer."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.register_buffer("g", torch.ones(d))
+        self.register_buffer("steps", torch.zeros(d))
+
+    def forward(self, x):
+        return (F.normalize(up(x), dim=-1) * x.shape[-1]**0.5).to(x.dtype) * self.g
+
+
+def lengths(x, w, eps):
+    """By vector_norm."""
+    h = up(x)
+    r = torch.linalg.vector_norm(h, dim=-1, keepdim=True) / h.shape[-1]**0.5
+    return (h / (r * r + eps).sqrt() * w).to(x.dtype)
+
+
+def chunks(x, w, eps):
+    """Five rows at a time, the gain's gradient summed wide."""
+    parts = x.reshape(-1, x.shape[-1]).split(5)
+    out = [(up(p) / rms(up(p), eps) * wide).to(x.dtype) for wide in [up(w)] for p in parts]
+    return torch.cat(out).reshape(x.shape)
+
+
+def floored(x, w, eps):
+    """A floor under the mean square in place of an eps beside it."""
+    h = up(x)
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True).clamp(min=eps)) * w).to(x.dtype)
+
+
+def stepwise(x, w, eps):
+    """Every step rounded: right wherever squares are in range."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+class SavesX(torch.autograd.Function):
+    """Saves x and 1 / r, forms xh again."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        rs = 1 / rms(up(x), eps)
+        ctx.save_for_backward(x, w, rs)
+        return (up(x) * rs * w).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, rs = ctx.saved_tensors
+        xh, g = up(x) * rs, up(dy)
+        v = g * w
+        dx = rs * (v - xh * (v * xh).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (g * xh).reshape(-1, len(w)).sum(0).to(w.dtype), None
+
+
+class Kernel(torch.autograd.Function):
+    """Saves xh and r; every formula can be replaced."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps, rule):
+        r = rms(up(x), eps)
+        xh = up(x) / r
+        ctx.rule, ctx.dtype = rule, x.dtype
+        ctx.save_for_backward(xh, r, up(w), x)
+        return (xh * w).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        xh, r, w, x = ctx.saved_tensors
+        q = dict(xh=xh, r=r, w=w, dy=up(dy), x=up(x), v=up(dy) * w, raw=dy)
+        dx, da = {**KERNEL, **ctx.rule}["dx"](**q), {**KERNEL, **ctx.rule}["da"](**q)
+        return dx.to(ctx.dtype), None if da is None else da.to(ctx.dtype), None, None
+
+
+def mean(t):
+    return t.mean(-1, keepdim=True)
+
+
+KERNEL = {"dx": lambda xh, r, v, **q: (v - xh * mean(v * xh)) / r,
+          "da": lambda xh, dy, w, **q: (dy * xh).reshape(-1, len(w)).sum(0)}
+
+
+def kernel(**rule):
+    return lambda x, w, eps: Kernel.apply(x, w, eps, rule)
+
+
+RIGHT = {
+    "torch": nn.RMSNorm, "Llama": Llama, "T5": T5, "Gemma": Gemma, "vector_norm": lengths,
+    "chunked": chunks, "LayerNorm": Layer, "LayerNorm, no affine": Unit, "sphere": Sphere,
+    "floor": floored, "saves x": SavesX.apply, "saves xh": kernel(),
+    "partial": functools.partial(nn.RMSNorm, eps=1e-5), "a built module": Layer(48),
+    "no affine": functools.partial(nn.RMSNorm, elementwise_affine=False)}
+
+
+# wrong norms: what it does, the norm, dtypes, checks that must see it, the likely cause
+
+
+def outside(x, w, eps):
+    return up(x) / (rms(up(x), 0) + eps) * w
+
+
+def half_degree(x, w, eps):
+    return x / (rms(x, 0) + eps).sqrt() * w
+
+
+def built_in_eps(x, w, eps):
+    return x / rms(x, 1e-6) * w
+
+
+class HalfStatistic(Llama):
+    """mean square + 1e-12 held in the input's dtype."""
+
+    def forward(self, x):
+        r = (up(x).square().mean(-1, keepdim=True).to(x.dtype) + 1e-12).sqrt()
+        return (up(x) / r).to(x.dtype) * self.weight
+
+
+class HalfNormalize(Sphere):
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * x.shape[-1]**0.5 * self.g
+
+
+class Decomposed(Layer):
+    """LayerNorm, every step in the input's dtype."""
+
+    def forward(self, x):
+        c = x - x.mean(-1, keepdim=True)
+        y = c / (c.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return y * self.g.view(-1) + self.shift
+
+
+class OnePass(Layer):
+    def variance(self, h):
+        return mean(h * h) - mean(h).square()
+
+    def statistic(self, h):
+        return (h - mean(h)) / (self.variance(h) + self.eps).sqrt()
+
+
+class OnePassClipped(OnePass):
+    def variance(self, h):
+        return super().variance(h).clamp(min=0)
+
+
+class Bessel(OnePass):
+    def variance(self, h):
+        return h.var(-1, keepdim=True)
+
+
+class Squared(Layer):
+    """** 2 where ** 0.5 is meant."""
+
+    def statistic(self, h):
+        return (h - mean(h)) / (h.var(-1, keepdim=True, unbiased=False) + self.eps)**2
+
+
+def low_sum(x, w, eps):
+    """The statistic summed term by term in bfloat16."""
+    s = functools.reduce(torch.add, x.square().bfloat16().unbind(-1)).float() / x.shape[-1]
+    return x / (s[..., None] + eps).sqrt() * w
+
+
+def of_variance(x, w, eps):
+    return x / (x.var(-1, keepdim=True, unbiased=False) + eps).sqrt() * w
+
+
+def times_root(x, w, eps):
+    return x * rms(x, eps) * w
+
+
+def tail_lost(x, w, eps):
+    """The statistic of whole vectors of eight."""
+    return x / rms(x[..., :max(7, x.shape[-1] // 8 * 8)], eps) * w
+
+
+def tail_shared(x, w, eps):
+    """The last element of an odd row is the next row's first."""
+    y = stepwise(x, w, eps)
+    if x.dim() < 2 or x.shape[-1] % 2 == 0:
+        return y
+    return torch.cat([y[..., :-1], y[..., :1].roll(-1, -2)], -1)
+
+
+def gain_inside(x, w, eps):
+    return x * w / rms(x * w, eps)
+
+
+def of_sum(x, w, eps):
+    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt() * w
+
+
+def shards(x, w, eps):
+    return torch.cat([h / rms(h, eps) for h in x.tensor_split(2, -1)], -1) * w
+
+
+def all_rows(x, w, eps):
+    return x / (x.square().mean() + eps).sqrt() * w
+
+
+def all_axes(x, w, eps):
+    """All axes but the first."""
+    axes = tuple(range(1, x.dim())) or (0,)
+    return x / (x.square().mean(axes, keepdim=True) + eps).sqrt() * w
+
+
+def no_offset(x, w, eps):
+    return stepwise(torch.as_strided(x, x.shape, x.stride(), 0), w, eps)
+
+
+def no_strides(x, w, eps):
+    plain = torch.empty(x.shape).stride()
+    return stepwise(torch.as_strided(x, x.shape, plain, x.storage_offset()), w, eps)
+
+
+def writes_x(x, w, eps):
+    h = x.detach().float()  # no copy of a float32 input
+    y = stepwise(x.clone(), w, eps)
+    h.mul_(2)
+    return y
+
+
+def widened(x, w, eps):
+    return up(x) / rms(up(x), eps) * up(w)
+
+
+def misread(x, w, eps):
+    w = w if w.dtype == x.dtype else w.view(x.dtype)[:len(w)]
+    return (up(x) / rms(up(x), eps) * w).to(x.dtype)
+
+
+def needs_two_axes(x, w, eps):
+    if x.dim() != 2:
+        raise RuntimeError("expected a matrix")
+    return stepwise(x, w, eps)
+
+
+def flat_backward(xh, r, v, **q):
+    """The backward of [B, S H] for every rank."""
+    if xh.dim() < 3:
+        return KERNEL["dx"](xh, r, v)
+    return (v - xh * (v * xh).mean(tuple(range(1, xh.dim())), keepdim=True)) / r
+
+
+class Twice(Llama):
+    def __init__(self, d, eps=1e-6):
+        super().__init__(d, eps)
+        self.weight.data.fill_(2)
+
+
+class Off(Llama):
+    def __init__(self, d, eps=1e-6):
+        super().__init__(d, eps)
+        self.weight.data.zero_()
+
+
+def detaches(x, w, eps):
+    """A fast path without a graph."""
+    return stepwise(x.detach() if x.is_contiguous() else x, w, eps)
+
+
+def detached_gain(x, w, eps):
+    return stepwise(x, w.detach(), eps)
+
+
+def blind(x, w, eps):
+    """The gain's gradient is uninitialised where x asks for none."""
+    return stepwise(x, w if x.requires_grad else w + 0.1 * (w - w.detach()), eps)
+
+
+def noisy(x, w, eps):
+    return stepwise(x, w, eps) * (1 + 1e-3 * (torch.rand_like(x[..., :1]) - 0.5))
+
+
+def low_gain_sum(dy, xh, w, **q):
+    terms = (dy * xh).reshape(-1, len(w)).to(torch.bfloat16)
+    return functools.reduce(torch.add, terms)
+
+
+def overwrites(raw, xh, r, w, **q):
+    dx = KERNEL["dx"](xh, r, up(raw) * w)
+    raw.mul_(2)
+    return dx
+
+
+def contiguous_dy(raw, xh, r, w, **q):
+    plain = torch.empty(raw.shape).stride()
+    return KERNEL["dx"](xh, r, torch.as_strided(raw, raw.shape, plain) * w
+                        if len(raw.untyped_storage()) >= raw.numel() * raw.element_size()
+                        else raw * w)
+
+
+class LayerKernel(torch.autograd.Function):
+    """LayerNorm whose backward takes the mean of xh for the mean of v."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        c = x - mean(x)
+        r = rms(c, eps)
+        ctx.save_for_backward(c / r, r, w)
+        return c / r * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        xh, r, w = ctx.saved_tensors
+        v = dy * w
+        return (v - mean(xh) - xh * mean(v * xh)) / r, (dy * xh).reshape(-1, len(w)).sum(0), None
+
+
+WIDE, SINGLE = ("float64",), ("float32",)
+BF16, FP16 = ("float64", "bfloat16"), ("float64", "float16")
+WRONG = {
+    "eps outside the root": (outside, WIDE, "unit tiny zero", "y equals eps outside the root"),
+    "root of rms + eps": (half_degree, WIDE, "gauge unit", None),
+    "built-in eps": (built_in_eps, WIDE, "eps", None),
+    "eps lost in half": (HalfStatistic, FP16, "zero", None),
+    "F.normalize in half": (HalfNormalize, FP16, "zero", None),
+    "squares in half": (stepwise, FP16, "gauge large spike", "squares in the input's dtype"),
+    "LayerNorm all in half": (Decomposed, FP16, "gauge large", "squares in the input's dtype"),
+    "one-pass variance": (OnePass, SINGLE, "shift constant", None),
+    "clipped one-pass variance": (OnePassClipped, SINGLE, "shift", None),
+    "statistic summed low": (low_sum, SINGLE, "widths", None),
+    "variance for mean square": (of_variance, WIDE, "unit offset", "the variance for the mean"),
+    "** 2 for ** 0.5": (Squared, WIDE, "gauge unit", None),
+    "times the root": (times_root, WIDE, "gauge unit", None),
+    "tail lost": (tail_lost, WIDE, "widths", None),
+    "tail in the next row": (tail_shared, WIDE, "widths", None),
+    "gain inside": (gain_inside, WIDE, "gain", "the gain inside the statistic"),
+    "sum for mean": (of_sum, WIDE, "unit", "the sum for the mean"),
+    "divisor d - 1": (Bessel, WIDE, "unit", "divisor d - 1"),
+    "two shards": (shards, WIDE, "permute jacobian", None),
+    "one statistic for all rows": (all_rows, WIDE, "tokens", "one statistic for all rows"),
+    "all axes but the batch": (all_axes, WIDE, "shapes", None),
+    "storage offset ignored": (no_offset, WIDE, "layout", None),
+    "strides ignored": (no_strides, WIDE, "layout", None),
+    "input written to": (writes_x, SINGLE, "intact", None),
+    "output widened": (widened, BF16, "dtypes", None),
+    "float32 gain misread": (misread, BF16, "mixed", None),
+    "two axes only": (needs_two_axes, WIDE, "shapes", None),
+    "backward of two axes": (kernel(dx=flat_backward), WIDE, "shapes", None),
+    "gain starts at 2": (Twice, WIDE, "init", None),
+    "gain starts at 0": (Off, WIDE, "init", None),
+    "gain twice in dx": (
+        kernel(dx=lambda xh, r, v, w, **q: (v - xh * mean(w * v * xh)) / r), WIDE,
+        "euler jacobian symmetry", "the gain twice in the projection"),
+    "no gain in dx's dot": (
+        kernel(dx=lambda xh, r, v, dy, **q: (v - xh * mean(dy * xh)) / r), WIDE,
+        "euler jacobian symmetry", "no gain in the projection's dot"),
+    "statistic detached": (
+        lambda x, w, eps: x / rms(x, eps).detach() * w, WIDE, "euler jacobian", "no projection"),
+    "1 / r missing": (kernel(dx=lambda r, **q: KERNEL["dx"](r=r, **q) * r), WIDE, "jacobian",
+                      "1 / r missing"),
+    "variance saved for 1 / r": (kernel(dx=lambda r, **q: KERNEL["dx"](r=r, **q) * r**3), WIDE,
+                                 "jacobian", None),
+    "1 / r saved in bfloat16": (
+        kernel(dx=lambda r, **q: KERNEL["dx"](r=r.bfloat16().to(r.dtype), **q)), SINGLE,
+        "jacobian", None),
+    "dx negated": (kernel(dx=lambda **q: -KERNEL["dx"](**q)), WIDE, "jacobian", None),
+    "da summed low": (kernel(da=low_gain_sum), BF16, "many", "sums in the input's dtype"),
+    "da with x": (kernel(da=lambda xh, x, **q: KERNEL["da"](xh=x, **q)), WIDE, "dgain many", None),
+    "da with y": (kernel(da=lambda xh, w, **q: KERNEL["da"](xh=xh * w, w=w, **q)), WIDE,
+                  "dgain", None),
+    "da with y / w": (kernel(da=lambda xh, w, **q: KERNEL["da"](xh=xh * w / w, w=w, **q)), WIDE,
+                      "zerogain", None),
+    "da never formed": (kernel(da=lambda **q: None), WIDE, "dgain grads", None),
+    "gain detached": (detached_gain, WIDE, "dgain grads", None),
+    "contiguous x detached": (detaches, WIDE, "grads", None),
+    "da wrong without dx": (blind, WIDE, "grads", None),
+    "noise": (noisy, WIDE, "repeat", None),
+    "upstream overwritten": (kernel(dx=overwrites), WIDE, "intact", None),
+    "strides of dy ignored": (kernel(dx=contiguous_dy), WIDE, "layout", None),
+    "mean of xh in LayerNorm's dx": (LayerKernel.apply, WIDE, "zerosum jacobian", None)}
+
+
+@functools.cache
+def rows_of(name, dtypes=tuple(conform.DTYPES), seed=0, only=None):
+    """check() of a norm of this file; each is judged once."""
+    norm = RIGHT[name] if name in RIGHT else WRONG[name][0]
+    return conform.check(norm, dtypes=dtypes, seed=seed, only=only and only.split())
+
+
+def fails(rows):
+    return {r["id"]: r for r in rows if r["verdict"] == "FAILS"}
+
+
+def trait(rows, id):
+    """The words of one trait."""
+    return next(r["quantity"] for r in rows if r["id"] == id).removeprefix(f"{id}: ")
+
+
+def near(got, want, within=8):
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64),
+                               torch.as_tensor(want, dtype=torch.float64),
+                               rtol=within * 2.0**-52, atol=1e-300)
+
+
+def row(*values):
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def made(call=nn.RMSNorm, d=96, dtype=torch.float64, e=0.0, centred=False, place="inside"):
+    """A Norm whose traits are given, not measured."""
+    norm = conform.Checks(call, d, {}, None, torch.device("cpu"), dtype, 0)
+    norm.names = ("weight", None)
+    norm.e, norm.centred, norm.place = e, centred, place
+    return norm
+
+
+# the closed forms against numbers worked by hand
+
+
+@pytest.mark.parametrize(("x", "e", "centred", "s", "r"), [
+    ((3, 4), 0.0, False, 12.5, 12.5**0.5), ((3, 4), 3.5, False, 12.5, 4.0),
+    ((3, 5), 0.0, True, 1.0, 1.0), ((1, 2, 6), 1 / 3, True, 14 / 3, 5**0.5)])
+def test_parts_of_a_row(x, e, centred, s, r):
+    xc, got_s, got_r = made(e=e, centred=centred).parts(row(*x))
+    near(got_s, [[s]])
+    near(got_r, [[r]])
+    near(xc, row(*x) - centred * sum(x) / len(x))
+
+
+def test_leak_and_r2_of_each_place():
+    s = row(1.0, 3.0)
+    near(made(e=1.0).leak(s), row(0.5, 0.25))
+    near(made(e=1.0).r2(s), row(2.0, 4.0))
+    near(made(e=2.0, place="floor").leak(s), row(1.0, 0.0))
+    near(made(e=2.0, place="floor").r2(s), row(2.0, 3.0))
+
+
+@pytest.mark.parametrize(("dtype", "u", "v"), [
+    (torch.float64, 2.0**-53, 2.0**-53), (torch.float32, 2.0**-24, 2.0**-24),
+    (torch.bfloat16, 2.0**-8, 2.0**-24), (torch.float16, 2.0**-11, 2.0**-24)])
+def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
+    assert made(dtype=dtype).bounds() == (u, v)
+    near(made(dtype=dtype).rho(), 8 * u + 48 * v)
+    near(made(dtype=dtype).rho(row(*[1] * 40)), 8 * u + 20 * v)
+    # mean 2, s = 1: centring loses 2 more steps for each |mean|, and d of them in the sums
+    near(made(dtype=dtype, centred=True).rho(row(1, 3)), 12 * u + 5 * v)
+    near(made(dtype=dtype, centred=True).rho(row(2, 2)), 8 * u + 1 * v)
+
+
+BOUNDS = {  # of torch.nn.RMSNorm, d = 96, float64, in u: whichever piece is the worst
+    "unit": (112,), "gauge": (168,), "gain": (112,), "euler": (224,), "dgain": (123,),
+    "many": (4195,), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224),
+    "tokens": (0, 112, 224), "layout": (112, 224), "shapes": (0, 112, 224), "zero": (0, 224),
+    "constant": (112, 224), "tiny": (112, 224), "spike": (112, 224), "offset": (112, 224),
+    "large": (112, 224), "zerogain": (0, 80, 224), "intact": (0,), "repeat": (0,),
+    "grads": (224,), "dtypes": (0,), "init": (112,)}
+BOUNDS["widths"] = tuple(k * (8 + d / 2) for k in (2, 4) for d in (7, 33, 769, 1536))
+
+
+def test_bounds_are_the_derived_multiples_of_roundoff():
+    got = {r["id"]: r["bound"] * 2.0**53 for r in rows_of("torch") if r["quantity"][-4:] == "fp64"
+           and r["bound"] is not None}
+    assert set(got) == set(BOUNDS)
+    for id, bound in got.items():
+        assert any(math.isclose(bound, b) for b in BOUNDS[id]), (id, bound)
+
+
+def test_bounds_of_layernorm_grow_with_the_mean():
+    norm = made(Layer, centred=True, e=1e-5)
+    norm.names = norm.find_names()
+    for id, names in (("bias", {"y - y(0)": 2}), ("zerosum", {"sum(xh)": 2, "sum(dx)": 4}),
+                      ("shift", {"y": 2})):
+        norm.start(id)
+        pieces = {name: bound for name, *_, bound in getattr(norm, id)()}
+        norm.start(id)
+        x = norm.rows() if id != "shift" else (
+            2 * norm.draw(6, 96)).round().clamp(-4, 4) + 2.0**24
+        assert norm.rho(x) > norm.rho()
+        assert pieces == {name: k * norm.rho(x) for name, k in names.items()}
+
+
+def test_bounds_of_columns_grow_with_rows_and_with_kappa():
+    norm = made(Layer, centred=True, e=1e-5)
+    norm.names = norm.find_names()
+    for id, n in (("dgain", 24), ("many", 4096)):
+        norm.start(id)
+        pieces = {name: bound for name, *_, bound in getattr(norm, id)()}
+        norm.start(id)
+        more = norm.rho(norm.rows(24 if id == "dgain" else 1)) - norm.rho()
+        near(pieces["a da"], (3 + n + 96) * 2.0**-53 + 3 * more)
+        near(pieces["db"], (3 + n + 96) * 2.0**-53)
+
+
+# the bank
+
+
+def letters(x, a, dy, dtype=torch.float64, **traits):
+    norm = made(d=len(x), dtype=dtype, **traits)
+    a = torch.tensor(a, dtype=torch.float64)
+    return conform.formulas(norm, row(*x), a, row(*dy))
+
+
+def test_the_right_formulas_by_hand():
+    q = letters((3, 4), (1, 2), (1, 1))
+    near(q.right["y"], row(3, 8) / 12.5**0.5)
+    # v = (1, 2), xh = (3, 4) / r, mean(v xh) = 5.5 / r, so dx = ((1, 2) - .44 (3, 4)) / r
+    near(q.right["dx"], row(-0.32, 0.24) / 12.5**0.5)
+    near(q.right["da"], row(3, 4)[0] / 12.5**0.5)
+    q = letters((1, 2, 6), (1, 1, 1), (1, 0, 0), centred=True)
+    # r^2 = 14/3, xh = (-2, -1, 3) / r, dx = (v - 1/3 + 2 xh' / 14) / r
+    near(q.right["dx"], (row(2, -1, -1) / 3 + row(-2, -1, 3) / 7) / (14 / 3)**0.5)
+    q = letters((3, 4), (1, 1), (3, 4), e=12.5)  # along x, eps leaves e / r^2 of dx
+    near(q.right["dx"], row(3, 4) / 2 / 5)
+
+
+@pytest.mark.parametrize(("name", "x", "a", "traits", "y"), [
+    ("eps outside the root", (1e-3, 1e-3), (1, 1), {"e": 1e-6}, (1 / 1.001, 1 / 1.001)),
+    ("divisor d - 1", (-2, 2), (1, 1), {"centred": True}, (-0.5**0.5, 0.5**0.5)),
+    ("the sum for the mean", (3, 4), (1, 1), {}, (0.6, 0.8)),
+    ("the variance for the mean square", range(10), [1] * 10, {},
+     [k / 8.25**0.5 for k in range(10)]),
+    ("the gain inside the statistic", (1, 1), (1, 2), {}, (0.4**0.5, 1.6**0.5)),
+    ("squares in the input's dtype", (300, 300), (1, 1), {"dtype": torch.float16}, (0, 0)),
+    ("squares in the input's dtype", (3, 4), (1, 1), {"dtype": torch.float16},
+     (3 / 12.5**0.5, 4 / 12.5**0.5))])
+def test_wrong_outputs_of_the_bank_by_hand(name, x, a, traits, y):
+    near(conform.BANK["y"][name](letters(x, a, x, **traits)), row(*y), 1e13 if traits.get(
+        "dtype") else 8)
+
+
+def test_wrong_gradients_of_the_bank_by_hand():
+    q, bank = letters((3, 4), (1, 2), (1, 1)), conform.BANK["dx"]
+    r = 12.5**0.5
+    near(bank["the gain twice in the projection"](q), (row(1, 2) - 0.76 * row(3, 4)) / r)
+    near(bank["no gain in the projection's dot"](q), (row(1, 2) - 0.28 * row(3, 4)) / r)
+    near(bank["no projection"](q), row(1, 2) / r)
+    near(bank["1 / r missing"](q), row(-0.32, 0.24))
+    q = conform.formulas(made(), row(1, 1, 1).repeat(3, 1) * row(1, 2, 4).T, row(1, 1, 1)[0],
+                         torch.ones(3, 3).double())
+    near(conform.BANK["y"]["one statistic for all rows"](q),
+         row(1, 2, 4).T.repeat(1, 3) / 7**0.5)
+    ones = made(d=2, dtype=torch.bfloat16)
+    q = conform.formulas(ones, row(1, 1).repeat(512, 1), row(1, 1)[0], torch.ones(512, 2).double())
+    near(conform.BANK["da"]["sums in the input's dtype"](q), row(256, 256)[0])
+    assert sum(map(len, conform.BANK.values())) <= 12
+
+
+def test_far_is_relative_to_the_row_and_infinite_where_nothing_is_known():
+    assert conform.far(row(1, 5), row(1, 4)) == 0.25
+    assert conform.far(row(0, 0), row(0, 0)) == 0
+    assert conform.far(row(1, math.nan), row(1, 4)) == math.inf
+
+
+# right norms
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_norm_raises_no_alarm(name):
+    rows = rows_of(name)
+    assert not fails(rows)
+    assert sum(r["verdict"] == "ok" for r in rows) > 60
+
+
+@pytest.mark.parametrize("name", ["torch", "LayerNorm", "Gemma"])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_a_right_norm_raises_no_alarm_with_other_draws(name, seed):
+    assert not fails(rows_of(name, ("float64", "float32"), seed))
+
+
+@pytest.mark.parametrize("dim", [8, 33, 300])
+def test_a_right_norm_raises_no_alarm_at_other_widths(dim):
+    for norm in (nn.RMSNorm, Layer):
+        rows = conform.check(norm, dim, dtypes=["float64", "float32"])
+        assert not fails(rows)
+
+
+def test_residuals_are_neither_near_their_bands_nor_empty():
+    worst = {}
+    for name in RIGHT:
+        for r in rows_of(name):
+            if r["bound"] and r["verdict"] == "ok" and r["id"] in conform.IDS:
+                key = r["id"], r["quantity"][-4:]
+                worst[key] = max(worst.get(key, 0), r["measured"] / r["bound"])
+    for (id, dtype), ratio in worst.items():
+        top = 0.75 if id == "many" else 0.5  # its band is three roundings, two of which happen
+        itself = id in ("shapes", "grads", "permute") and ratio == 0  # two runs, the same bits
+        assert itself or 1e-3 < ratio < top, (id, dtype, ratio)
+    assert {id for id, _ in worst} >= set(BOUNDS) - {
+        "intact", "repeat", "dtypes", "tokens"}
+
+
+# wrong norms
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_norm_is_caught_and_its_cause_is_named(name):
+    _, dtypes, checks, cause = WRONG[name]
+    bad = fails(rows_of(name, dtypes, only=checks))
+    assert set(bad) == set(checks.split())
+    said = {r["detail"]["cause"] for r in bad.values() if "cause" in r["detail"]}
+    assert any(cause in s for s in said) if cause else said <= {""}
+
+
+def test_one_seed_more_and_every_wrong_norm_is_still_caught():
+    for name in ("eps outside the root", "gain twice in dx", "da summed low", "noise"):
+        _, dtypes, checks, _ = WRONG[name]
+        assert set(fails(rows_of(name, dtypes, 1, checks))) == set(checks.split())
+
+
+def test_torch_layernorm_is_judged_by_its_half_sums():
+    rows = 4096
+    b = torch.zeros(96, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(1, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    F.layer_norm(x.repeat(rows, 1), (96,), None, b).sum().backward()
+    found = fails(conform.check(nn.LayerNorm, dtypes=["bfloat16"], only=["many"]))
+    assert bool(found) == bool((b.grad != rows).any())
+
+
+# what a norm is
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("torch", "kind=RMSNorm axes=the last divisor=d computes=float64 place=inside the root gain=w "
+              "bias=none rounds=once, after the gain output=the input's"),
+    ("Llama", "kind=RMSNorm computes=float32 gain=w rounds=before the gain too output=the gain's"),
+    ("T5", "computes=float32 rounds=before the gain too output=the gain's"),
+    ("Gemma", "kind=RMSNorm computes=float32 gain=1 + w rounds=once, after the gain "
+              "output=the input's"),
+    ("LayerNorm", "kind=LayerNorm gain=w bias=b place=inside the root divisor=d computes=float64"),
+    ("LayerNorm, no affine", "kind=LayerNorm gain=none bias=none"),
+    ("sphere", "kind=RMSNorm gain=w place=a floor under s"),
+    ("floor", "place=a floor under s"), ("no affine", "gain=none bias=none")])
+def test_traits_of_right_norms(name, words):
+    names = "|".join(conform.TRAITS)
+    for part in re.split(rf" (?=(?:{names})=)", words):
+        id, _, text = part.partition("=")
+        assert trait(rows_of(name), id) == text
+
+
+@pytest.mark.parametrize(("norm", "id", "text"), [
+    (outside, "place", "outside the root"), (of_sum, "divisor", "1"), (Bessel, "divisor", "d - 1"),
+    (shards, "axes", "groups of 48 in the last"), (all_rows, "axes", "beyond the last"),
+    (lambda x, w, eps: x * w, "kind", "RMSNorm"), (of_variance, "kind", "RMSNorm"),
+    (lambda x, w, eps: torch.tanh(x) * w, "kind", "neither (near RMSNorm)"),
+    (lambda x, w, eps: torch.tanh(2 * (x - mean(x))) * w, "kind", "neither (near LayerNorm)"),
+    (lambda x, w, eps: stepwise(x, 0.5 + w, eps), "gain", "0.5 + w"),
+    (lambda x, w, eps: 2 * stepwise(x, w, eps), "divisor", "384")])
+def test_traits_of_wrong_norms(norm, id, text):
+    rows = conform.check(norm, dtypes=["float64"], only=[id])
+    assert rows[0]["quantity"] == f"{id}: {text}"
+
+
+@pytest.mark.parametrize("e", [1e-12, 2e-7, 1e-5, 0.1])
+def test_eps_is_measured_in_every_dtype(e):
+    for norm in (nn.RMSNorm, functools.partial(nn.LayerNorm)):
+        for r in conform.check(norm, kwargs={"eps": e}, only=["eps"]):
+            if r["kind"] == "unresolved":  # 1e-12 lies below float16's squares
+                assert (e, r["quantity"]) == (1e-12, "eps, fp16")
+            else:
+                assert r["verdict"] == "ok"
+                assert abs(r["measured"] / e - 1) < {"fp64": 1e-13, "fp32": 1e-5}.get(
+                    r["quantity"][-4:], 0.02)
+
+
+def test_eps_of_torch_is_its_compute_dtypes():
+    got = {r["quantity"][-4:]: r["measured"] for r in rows_of("torch") if r["id"] == "eps"}
+    assert got["fp32"] == got["bf16"] == got["fp16"]
+    near(got["fp64"], 2.0**-52, 64)
+    assert abs(got["fp32"] / 2.0**-23 - 1) < 1e-6
+
+
+def test_eps_of_a_floor_and_of_none():
+    assert abs(next(r["measured"] for r in rows_of("floor") if r["id"] == "eps") / 3e-6 - 1) < 1e-13
+    rows = conform.check(lambda x, w, eps: stepwise(x, w, 0), dtypes=["float64"],
+                         only=["eps", "zero", "tiny", "unit"])
+    assert [(r["id"], r["verdict"]) for r in rows] == [
+        ("eps", "FAILS"), ("unit", "ok"), ("zero", "info"), ("tiny", "info")]
+
+
+def test_range_is_where_the_squares_are_in_range():
+    def ends(norm, dtype):
+        words = conform.check(norm, dtypes=[dtype], only=["range"])[0]["quantity"]
+        return [int(p.split("^")[1]) for p in words.split(",")[0].split("rms ")[1].split(" to ")]
+    assert ends(stepwise, "float16")[1] in (6, 7)  # 2^8 squared is out of range
+    assert ends(nn.RMSNorm, "float16")[1] >= 11
+    assert ends(nn.RMSNorm, "float32")[1] in (59, 60, 61)  # d 2^(2k) < 2^128
+    assert 490 < ends(nn.RMSNorm, "float64")[1] < 512
+    words = conform.check(lambda x, w, eps: x * math.nan, dtypes=["float64"], only=["range"])
+    assert words[0]["quantity"] == "row rms nowhere, fp64"
+
+
+@pytest.mark.parametrize(("name", "expect", "bad"), [
+    ("torch", "torch", set()), ("Llama", "llama", set()), ("T5", "t5", set()),
+    ("Gemma", "gemma", set()), ("LayerNorm", "layernorm", set()),
+    ("Llama", "torch", {"computes", "rounds", "output"}),
+    ("torch", "llama", {"computes", "rounds", "output"}), ("torch", "gemma", {"computes", "gain"}),
+    ("Llama", "gemma", {"gain", "rounds", "output"}), ("torch", "layernorm", {"kind"}),
+    ("LayerNorm", "torch", {"kind"})])
+def test_expect_makes_verdicts_of_the_traits(name, expect, bad):
+    rows = conform.check(RIGHT[name], expect=expect, only=list(conform.TRAITS))
+    assert set(fails(rows)) == bad
+    told = [r for r in rows if r["quantity"].endswith(f"as {expect}")]
+    assert {r["id"] for r in told} == set(conform.EXPECT[expect])
+    assert all(len(r["quantity"]) <= 49 for r in rows)
+
+
+@pytest.mark.parametrize(("names", "d"), [(("g", "shift"), 96), (("g", "shift"), 7)])
+def test_gain_and_bias_are_told_apart_by_what_they_do(names, d):
+    assert made(Layer, d).find_names() == names
+    assert made(Unit, d).find_names() == (None, None)
+    assert made(Sphere, d).find_names() == ("g", None)
+
+
+# callees of every sort
+
+
+def test_a_callee_that_refuses_float64_is_judged_in_float32():
+    def norm(x, w, eps):
+        if x.dtype == torch.float64:
+            raise RuntimeError("no kernel for Double")
+        return stepwise(x, w, eps)
+    for dtypes in (["float64"], ["float64", "float32"]):
+        rows = conform.check(norm, dtypes=dtypes, only=["unit", "gauge"])
+        assert [(r["id"], r["verdict"]) for r in rows] == [
+            ("call", "info"), ("unit", "ok"), ("gauge", "ok")]
+        assert rows[0]["quantity"] == "refuses fp64: no kernel for Double"
+        assert rows[1]["quantity"].endswith("fp32")
+    rows = conform.check(lambda x, w, eps: norm(x.double(), w, eps))
+    assert [r["verdict"] for r in rows] == ["FAILS"] * 4
+
+
+def test_a_dtype_that_is_refused_fails_and_the_others_are_judged():
+    def norm(x, w, eps):
+        if x.dtype == torch.float16:
+            raise RuntimeError("no kernel for Half")
+        return stepwise(x, w, eps)
+    rows = conform.check(norm, only=["unit"])
+    assert [(r["id"], r["verdict"]) for r in rows] == [
+        ("call", "FAILS"), ("unit", "ok"), ("unit", "ok"), ("unit", "ok")]
+
+
+def test_a_wrong_shape_is_said():
+    rows = conform.check(lambda x, w, eps: stepwise(x, w, eps)[..., :-1], dtypes=["float64"])
+    assert [r["quantity"] for r in rows] == [
+        f"refuses {t}: it returned shape (2, 95) for (2, 96)"[:49] for t in ("fp64", "fp32")]
+    assert all(r["verdict"] == "FAILS" for r in rows)
+
+
+@pytest.mark.parametrize(("norm", "says"), [
+    (F.rms_norm, "return rms_norm(x, x.shape[-1:], weight, eps)"),
+    (lambda out, x, weight, epsilon: out.copy_(x),
+     "out = torch.empty_like(x); <lambda>(out, x, weight, eps); return out"),
+    (lambda x, w, bias, eps: x, "return <lambda>(x, weight, torch.zeros_like(weight), eps)"),
+    (lambda x, w, eps: (x, x), "it returned tuple, not a tensor; wrap it: def norm(x, weight, "
+                               "eps): return <lambda>(x, weight, eps)[0]"),
+    (lambda x, w, eps: None, "it returned NoneType, not a tensor"),
+    (torch.mm, "wrap it: def norm(x, weight, eps): return mm(...)")])
+def test_another_signature_gets_the_line_to_write(norm, says):
+    with pytest.raises(TypeError) as caught:
+        conform.check(norm)
+    assert says in str(caught.value)
+
+
+def test_a_class_that_builds_no_module_is_refused():
+    class Plain:
+        def __init__(self, d):
+            self.d = d
+    with pytest.raises(TypeError, match=r"the class built Plain, not a torch\.nn\.Module"):
+        conform.check(Plain)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        conform.check(Llama, kwargs={"bias": True})
+
+
+def test_scripted_functions_and_lambdas_are_functions():
+    for norm in (torch.jit.trace, max, lambda x, w, eps: x, functools.partial(stepwise, eps=1)):
+        assert not conform.builds(norm)
+    assert conform.builds(nn.RMSNorm)
+    assert conform.builds(RIGHT["partial"])
+    with conform.quiet():
+        scripted = torch.jit.script(stepwise_scripted)
+    assert not fails(conform.check(scripted, dtypes=["float64"], only=["unit", "euler"]))
+
+
+def stepwise_scripted(x, w, eps: float):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+def test_a_built_module_is_copied_and_has_its_own_width():
+    layer = RIGHT["a built module"]
+    before = {k: t.clone() for k, t in layer.state_dict().items()}
+    rows = rows_of("a built module")
+    assert all(torch.equal(before[k], t) for k, t in layer.state_dict().items())
+    says = {r["id"]: r["quantity"] for r in rows if r["kind"] == "info"}
+    assert says["widths"] == "does not apply: a built module has one width, fp16"
+    assert says["init"] == "does not apply: not a class, fp16"
+    assert (conform.width(layer, None), conform.width(layer, 96)) == (48, 96)
+    assert (conform.width(nn.RMSNorm, None), conform.width(Unit(8), None)) == (96, 96)
+
+
+def test_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    conform.check(nn.RMSNorm, dtypes=["float64"], only=["unit", "repeat"])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_raising_check_fails_and_the_rest_run():
+    rows = rows_of("two axes only", WIDE, only="shapes unit")
+    assert [r["verdict"] for r in rows] == ["ok", "FAILS"]
+    assert rows[1]["detail"]["error"] == "RuntimeError: expected a matrix"
+    assert rows[1]["measured"] != rows[1]["measured"]
+
+
+def test_traits_that_raise_fail_and_the_checks_run():
+    def norm(x, w, eps):
+        if len(x) == 8:
+            raise RuntimeError("not eight")
+        return stepwise(x, w, eps)
+    rows = conform.check(norm, dtypes=["float64"], only=["unit", "kind"])
+    assert [r["verdict"] for r in rows] == ["FAILS", "FAILS"]  # eps was not measured
+    assert rows[0]["detail"]["error"] == "RuntimeError: not eight"
+
+
+def test_compile_is_asked_for_and_compared(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda f: f)
+    assert "compiled" not in {r["id"] for r in rows_of("torch")}
+    rows = conform.check(nn.RMSNorm, dtypes=["float64"], compiling=True)
+    assert [r["verdict"] for r in rows if r["id"] == "compiled"] == ["ok"]
+    monkeypatch.setattr(torch, "compile", lambda f: lambda x: f(x) * (1 + 1e-12))
+    rows = conform.check(nn.RMSNorm, dtypes=["float64"], only=["compiled", "unit"])
+    assert [(r["id"], r["verdict"]) for r in rows] == [("unit", "ok"), ("compiled", "FAILS")]
+
+
+def test_unresolved_is_what_a_dtype_cannot_tell():
+    rows = conform.check(nn.RMSNorm, kwargs={"eps": 1e-12}, only=["eps", "tiny", "zero"],
+                         dtypes=["float64", "float16"])
+    assert [(r["id"], r["verdict"]) for r in rows] == [
+        ("eps", "ok"), ("eps", "unresolved"), ("zero", "ok"), ("tiny", "ok"), ("zero", "ok"),
+        ("tiny", "unresolved")]
+    norm = made(stepwise, dtype=torch.bfloat16)
+    norm.rho = lambda x=None: 0.13
+    found, lines = conform.attempt(norm, "unit", None)
+    assert (found[0], found[5], lines) == ("unresolved", 0.26, [])
+    norm.rho = lambda x=None: 0.12
+    assert conform.attempt(norm, "unit", None)[0][0] == "law"
+    norm.rho = lambda x=None: 4e-4
+    norm.dtype = torch.float64
+    assert conform.attempt(norm, "unit", None)[0][0] == "identity"
+
+
+def test_worst_is_the_greatest_share_with_its_place():
+    t = torch.zeros(2, 3)
+    got = t.clone()
+    got[1, 2] = 3.0
+    found = conform.worst([("a", t + 1, t, 2.0, 1.0), ("b", got, t, 1.0, 4.0)])
+    assert found == {"share": 0.75, "piece": "b", "index": [1, 2], "got": 3.0, "want": 0.0,
+                     "measured": 3.0, "bound": 4.0}
+    assert conform.worst([("a", t, t, 0.0, 0)])["share"] == 0
+    assert conform.worst([("a", got, t, 1.0, 0)])["share"] == math.inf
+    assert conform.worst([("a", got * math.nan, t, 1.0, 1)])["share"] == math.inf
+    with pytest.raises(ValueError, match="empty"):
+        conform.worst([])
+
+
+# from Python and from the command line
+
+
+def test_assert_conforms_says_what_the_command_line_says(tmp_path, monkeypatch, capsys):
+    with pytest.raises(AssertionError) as caught:
+        conform.assert_conforms(outside, only=["unit"], dtypes=["float64"])
+    text = str(caught.value).splitlines()
+    assert text[0].startswith("unit: mean(xh^2) = s / (s + e), xh along xc, fp64: 3.")
+    assert text[2:] == [
+        "         likely cause: y equals eps outside the root, to 1e-16",
+        "         replay: conform.check(norm, 96, only=['unit'], dtypes=['float64'], seed=0)"]
+    assert run(tmp_path, monkeypatch, "mine:outside", "--only", "unit", "--dtype", "float64") == 1
+    out = capsys.readouterr().out.splitlines()
+    lines = [line for line in out if line.startswith("         ")]
+    assert lines[:2] == text[1:3]
+    conform.assert_conforms(nn.RMSNorm, only=["unit"])
+    with pytest.raises(AssertionError, match="no check could be made"):
+        conform.assert_conforms(nn.RMSNorm, only=["shift"])
+    with pytest.raises(AssertionError, match="call: refuses fp64: it returned shape"):
+        conform.assert_conforms(lambda x, w, eps: x[:1], dtypes=["float64"])
+
+
+MINE = """
+import torch
+print("imported")
+def outside(x, w, eps):
+    print("called")
+    return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * w
+def right(x, w, eps):
+    print("called")
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
+class Gain(torch.nn.RMSNorm):
+    pass
+raises = torch.nn.functional.rms_norm
+"""
+
+
+def run(folder, monkeypatch, *argv):
+    """Exit status of the command line, run where mine.py lies."""
+    (folder / "mine.py").write_text(MINE)
+    monkeypatch.chdir(folder)
+    sys.modules.pop("mine", None)
+    try:
+        return report.run(conform.measure, conform.__doc__, conform.options, list(argv))
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        sys.modules.pop("mine", None)
+
+
+def test_the_table_names_the_file_and_the_replay_replays(tmp_path, monkeypatch, capsys):
+    argv = ["mine:outside", "--dtype", "float64,bfloat16", "--eps", "2e-6", "--seed", "3",
+            "--only", "tiny,place"]
+    assert run(tmp_path, monkeypatch, *argv) == 1
+    out = capsys.readouterr().out
+    assert "called" not in out
+    assert "imported" not in out
+    assert max(map(len, out.splitlines())) <= 220
+    assert f"mine:outside --dim 96 --eps 2e-06  ({tmp_path / 'mine.py'})" in out
+    assert "cpu float64,bfloat16" in out
+    tell = [line.split("replay: python conform.py ")[1] for line in out.splitlines()
+            if "replay" in line]
+    assert tell[0] == "mine:outside --dim 96 --eps 2e-06 --only tiny --dtype float64 --seed 3"
+    failing = next(line for line in out.splitlines() if "FAILS" in line and "fp64" in line)
+    assert run(tmp_path, monkeypatch, *tell[0].split()) == 1
+    assert failing in capsys.readouterr().out
+
+
+def test_json_is_one_object_whatever_the_callee_prints(tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, monkeypatch, "mine:right", "--json", "--dtype", "float64,float16",
+               "--only", "unit,zero") == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["dtype"], got["holds"]) == ("float64,float16", True)
+    assert [r["verdict"] for r in got["rows"]] == ["ok"] * 4
+    assert run(tmp_path, monkeypatch, "mine:outside", "--json", "--only", "zero") == 1
+    got = json.loads(capsys.readouterr().out)["rows"][0]["detail"]
+    assert set(got) == {"share", "piece", "index", "got", "want", "measured", "bound", "cause",
+                        "replay"}
+
+
+def test_a_class_takes_kwargs_and_its_eps_is_expected(tmp_path, monkeypatch, capsys):
+    argv = ["mine:Gain", "--kwargs", '{"eps": 1e-5}', "--dim", "33", "--only", "eps,unit",
+            "--dtype", "float64"]
+    assert run(tmp_path, monkeypatch, *argv) == 0
+    assert "mine:Gain --dim 33 --kwargs '{\"eps\": 1e-05}'" in capsys.readouterr().out
+    assert run(tmp_path, monkeypatch, *argv, "--eps", "1e-6") == 1
+    assert conform.right_eps(nn.RMSNorm, {"eps": 1e-5}, None) == 1e-5
+    assert conform.right_eps(nn.RMSNorm, {"eps": 1e-5}, 0.0) == 0
+    assert conform.right_eps(nn.RMSNorm, {}, None) is None
+    assert conform.right_eps(Layer(8), {}, None) is None
+    assert conform.right_eps(stepwise, {}, None) == conform.FUNCTION_EPS
+
+
+def test_device_stands_in_the_replay_when_it_was_chosen(tmp_path, monkeypatch, capsys):
+    run(tmp_path, monkeypatch, "mine:outside", "--device", "cpu", "--only", "unit")
+    assert "--dim 96 --device cpu --only unit --dtype float64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--only", "unity"], "argument --only: 'unity' is none of unit, gauge, gain"),
+    (["--only", ""], "argument --only: '' is none of"),
+    (["--dtype", "float8"], "argument --dtype: 'float8' is none of float64, float32, bfloat16"),
+    (["--eps", "nan"], "argument --eps: 'nan' is not a number in [0, 1000.0)"),
+    (["--eps", "-1"], "argument --eps"), (["--dim", "7"], "argument --dim: '7' is not a whole"),
+    (["--kwargs", "{"], "argument --kwargs: write a JSON object"),
+    (["--kwargs", "3"], "argument --kwargs: write a JSON object"),
+    (["--kwargs", '{"epsilon": 1}'], "unexpected keyword argument 'epsilon'"),
+    (["--expect", "bert"], "argument --expect: invalid choice: 'bert'"),
+    (["mine"], "write it as pkg.module:name"), (["nothere:f"], "ModuleNotFoundError"),
+    (["mine:raises"], "return rms_norm(x, x.shape[-1:], weight, eps)"),
+    (["--device", "tpu"], "'tpu' cannot be had here")])
+def test_usage_errors_are_one_line_and_exit_2(argv, says, tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, monkeypatch, *argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_list_prints_every_check(tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, monkeypatch, "--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(conform.IDS)
+    assert all(len(id) <= 8 and len(text) <= 43 for id, text in conform.IDS.items())
+
+
+def test_no_check_is_not_a_pass(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch, "--only", "shift,kind") == 1
+
+
+def test_mps_leaves_float64_out(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(report, "place", lambda *a: (torch.device("mps"), torch.float32))
+    assert run(tmp_path, monkeypatch, "--device", "mps", "--dtype", "float64") == 2
+    assert "'float64' is none of float32, bfloat16, float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "wrong", "argv"), [
+    ("parts", lambda self, x: (x, mean(x * x), (mean(x * x) + 2 * self.e).sqrt()), ["tiny"]),
+    ("leak", lambda self, s: 2 * self.e / (s + self.e), ["tiny"]),
+    ("some_a", lambda self, d=None: torch.full((d or 96,), 1.001).double(), ["zerogain"])])
+def test_a_corrupted_formula_turns_the_exit_status_to_1(name, wrong, argv, tmp_path, monkeypatch):
+    if name == "some_a":  # a gain that is not the one applied
+        monkeypatch.setattr(conform.Norm, "weights", lambda self, d, a, b, need, dtype: [
+            self.put(a * 1.001).requires_grad_("a" in need), None])
+    monkeypatch.setattr(conform.Norm, name, wrong)
+    assert run(tmp_path, monkeypatch, "mine:right", "--only", *argv, "--dtype", "float64") == 1
+
+
+def test_the_default_run_holds(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch) == 0
+
+
+def table():
+    """The README's table: which check sees which wrong norm."""
+    ids = [id for id in conform.IDS if id != "compiled"]
+    lines = ["| " + " | ".join(["", "eps", *ids]) + " |", "|---" * (len(ids) + 2) + "|"]
+    for name, (norm, dtypes, _, _) in WRONG.items():
+        bad = fails(conform.check(norm, dtypes=dtypes))
+        lines.append("| " + " | ".join([name, *("x" if id in bad else "" for id in ["eps", *ids])])
+                     + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

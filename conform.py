@@ -54,6 +54,7 @@ SHIFT = {torch.float64: 24, torch.float32: 11, torch.float16: 8}  # log2; small 
 POWERS = (-20, -6, -1, 1, 6, 11, 20)  # log2 c of the gauge
 WIDTHS = (7, 33, 769, 1536)  # odd, short, a tail of one, 3 x 2^9
 MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
+WIDEST = 2**22  # numbers in a tensor, beyond which there are fewer equal rows
 KNEE = (-4, -2, 0, 2)  # log2 of x around the row that eps halves
 TRAITS = ("kind", "axes", "divisor", "computes", "place", "gain", "bias", "rounds", "output",
           "eps", "range")
@@ -164,7 +165,7 @@ class Norm:
 
     def build(self, d):
         """A new module of width d."""
-        with quiet():
+        with quiet(), torch.no_grad():
             made = self.call(d, **self.kwargs) if builds(self.call) else copy.deepcopy(self.call)
         if not isinstance(made, torch.nn.Module):
             raise TypeError(f"the class built {type(made).__name__}, not a torch.nn.Module")
@@ -288,13 +289,14 @@ class Traits(Norm):
         return float(round(o)) if abs(o - round(o)) < 0.01 else o
 
     def kind(self):
-        """Does a shift of x move y, and does y lie along xc?"""
+        """Does a shift of x move y, and a scale; and does y lie along xc?"""
         x = self.rows(8)
         y = self.run(x).y
         moved = self.run(self.round(x + x.square().mean(-1, True).sqrt())).y - y
         self.centred = bool(moved.abs().max() < 0.05 * y.abs().max())
         xc, name = self.parts(x)[0], "LayerNorm" if self.centred else "RMSNorm"
         off = y - xc * ((y * xc).sum(-1, True) / xc.square().sum(-1, True))
+        off = torch.cat([off, (self.run(16 * x).y - self.run(4 * x).y) / 2])
         return name if off.abs().max() < 0.02 * y.abs().max() else f"neither (near {name})"
 
     def axes(self):
@@ -348,7 +350,7 @@ class Traits(Norm):
         self.scale, self.place = wide.scale, wide.place
         e, unseen = self.find_eps(self.place)[0], 4.0 ** LOW.get(self.work, -50)
         usual = [c for c in (wide.e, torch.finfo(torch.float32).eps)
-                 if abs(e - c) <= 8 * self.rho() * c or e == 0 < c < unseen]
+                 if abs(e - c) <= self.rho() / 2 * c or e == 0 < c < unseen]
         self.e = usual[0] if usual else e
 
     def computes(self):
@@ -484,7 +486,7 @@ class Checks(Traits):
 
     def many(self):
         """the same over 4096 equal rows, dy = 1"""
-        x = self.rows(1).repeat(MANY, 1)
+        x = self.rows(1).repeat(min(MANY, WIDEST // self.dim), 1)
         yield from self._column(x, torch.ones_like(x))
 
     def jacobian(self):

@@ -722,7 +722,7 @@ def test_traits_of_right_norms(name, words):
 @pytest.mark.parametrize(("norm", "id", "text"), [
     (outside, "place", "outside the root"), (of_sum, "divisor", "1"), (Bessel, "divisor", "d - 1"),
     (shards, "axes", "groups of 48 in the last"), (all_rows, "axes", "beyond the last"),
-    (lambda x, w, eps: x * w, "kind", "RMSNorm"), (of_variance, "kind", "RMSNorm"),
+    (lambda x, w, eps: x * w, "kind", "neither (near RMSNorm)"), (of_variance, "kind", "RMSNorm"),
     (lambda x, w, eps: torch.tanh(x) * w, "kind", "neither (near RMSNorm)"),
     (lambda x, w, eps: torch.tanh(2 * (x - mean(x))) * w, "kind", "neither (near LayerNorm)"),
     (lambda x, w, eps: stepwise(x, 0.5 + w, eps), "gain", "0.5 + w"),
@@ -860,7 +860,19 @@ def test_scripted_functions_and_lambdas_are_functions():
     assert conform.builds(RIGHT["partial"])
     with conform.quiet():
         scripted = torch.jit.script(stepwise_scripted)
-    assert not fails(conform.check(scripted, dtypes=["float64"], only=["unit", "euler"]))
+        module = torch.jit.script(Scripted(96))
+    for norm in (scripted, module):
+        rows = conform.check(norm, dtypes=["float64"], only=["unit", "euler", "dgain"])
+        assert [r["verdict"] for r in rows] == ["ok"] * 3
+
+
+class Scripted(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        return F.rms_norm(x, [x.size(-1)], self.weight, 1e-6)
 
 
 def stepwise_scripted(x, w, eps: float):

@@ -346,6 +346,7 @@ class Traits(Norm):
 
     def settle(self, wide):
         """Take the wide norm's traits; eps is its own where it can be told from the usual ones."""
+        self.start("traits")
         self.names, self.plus, self.centred = wide.names, wide.plus, wide.centred
         self.scale, self.place = wide.scale, wide.place
         e, unseen = self.find_eps(self.place)[0], 4.0 ** LOW.get(self.work, -50)
@@ -785,28 +786,29 @@ def wrapper(call):
 
 
 def admit(call, dim, kwargs, eps, device, dtypes, seed):
-    """The norms that run, one a dtype, and what the other dtypes raised."""
-    norms, refused = [], {}
-    for dtype in dtypes:
+    """The norms to be judged, one a dtype; what other dtypes raised; the widest norm that runs."""
+    norms, refused = {}, {}
+    every = dict.fromkeys((*dtypes, torch.float64, torch.float32))
+    for dtype in [t for t in every if device.type != "mps" or t != torch.float64]:
         norm = Checks(call, dim, kwargs, eps, device, dtype, seed)
         try:
             norm.run(norm.rows(2))
-            norms.append(norm)
+            norms[dtype] = norm
         except Exception as error:
             refused[dtype] = error
     if not norms and all(isinstance(e, TypeError) for e in refused.values()):
         error = str(refused[dtypes[0]])
         line = wrapper(call) + "[0]" * ("returned tuple" in error)
         raise TypeError(f"{error}; {line}" if norm.function else error)
-    if torch.float64 in refused and torch.float32 not in dtypes:
-        more, also = admit(call, dim, kwargs, eps, device, [torch.float32], seed)
-        return more + norms, {**refused, **also}
-    return norms, refused
+    asked = [*dtypes, *[torch.float32] * (torch.float64 in dtypes and torch.float64 in refused)]
+    judged = [norms[t] for t in dict.fromkeys(asked) if t in norms]
+    wide = min(norms.values(), key=lambda n: torch.finfo(n.dtype).eps, default=None)
+    return judged, {t: e for t, e in refused.items() if t in dtypes}, wide
 
 
-def identify(norms):
+def identify(norms, wide):
     """Every norm learns the widest one's traits; returns them in words."""
-    wide = min(norms, key=lambda n: torch.finfo(n.dtype).eps)
+    wide.start("traits")
     if not wide.function:
         wide.names = wide.find_names()
     wide.plus = wide.find_plus() if wide.names[0] else 0.0
@@ -895,7 +897,7 @@ def story(found):
     return ["         " + line for line in (what, cause, f"replay: {found['replay']}") if line]
 
 
-def examine(norms, refused, eps, expect, only, compiling, replay):
+def examine(norms, refused, wide, eps, expect, only, compiling, replay):
     """Rows and lines: what the callee is, then every check in every dtype."""
     for dtype, error in refused.items():
         text = f"refuses {short(dtype)}: {error}".encode("ascii", "replace").decode()
@@ -905,7 +907,7 @@ def examine(norms, refused, eps, expect, only, compiling, replay):
     if not norms:
         return
     try:
-        yield from (r for r in told(norms, identify(norms), expect, eps)
+        yield from (r for r in told(norms, identify(norms, wide), expect, eps)
                     if not only or r[1] in only)
     except Exception as error:
         yield ("law", "call", "its traits cannot be measured", 0, math.nan, 0,
@@ -920,13 +922,20 @@ def examine(norms, refused, eps, expect, only, compiling, replay):
 def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", eps=None,
           expect=None, only=None, compiling=False, seed=0):
     """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
+    dim, kwargs, told = width(norm, dim), kwargs or {}, {"kwargs": kwargs, "eps": eps}
+    dtypes = [DTYPES[t] for t in words(DTYPES, "dtypes", dtypes)]
+    only = only and words([*IDS, *TRAITS], "only", only)
+    words([*EXPECT, None], "expect", [expect])
+    if dim < 8 or not 0 <= (eps or 0) < math.inf:
+        raise ValueError(f"dim {dim} is below 8, or eps {eps} no number in [0, inf)")
+    rest = "".join(f", {k}={v!r}" for k, v in {**told, "device": device}.items()
+                   if v not in (None, {}, "cpu"))
+
     def replay(id, dtype):
-        return f"conform.check(norm, {dim}, only=[{id!r}], dtypes=[{dtype!r}], seed={seed})"
-    dim, kwargs = width(norm, dim), kwargs or {}
-    norms, refused = admit(norm, dim, kwargs, eps, torch.device(device),
-                           [DTYPES[t] for t in dtypes], seed)
+        return f"conform.check(norm, {dim}{rest}, only=[{id!r}], dtypes=[{dtype!r}], seed={seed})"
+    admitted = admit(norm, dim, kwargs, eps, torch.device(device), dtypes, seed)
     keys = ("kind", "id", "quantity", "expected", "measured", "bound", "detail")
-    rows = examine(norms, refused, right_eps(norm, kwargs, eps), expect, only, compiling, replay)
+    rows = examine(*admitted, right_eps(norm, kwargs, eps), expect, only, compiling, replay)
     rows = [dict(zip(keys, (*row, {})[:7], strict=True)) for row in rows if isinstance(row, tuple)]
     for r in rows:
         holds = r["bound"] is not None and abs(r["measured"] - r["expected"]) <= r["bound"]
@@ -959,13 +968,13 @@ def right_eps(call, kwargs, eps):
     return kwargs.get("eps") if eps is None else eps
 
 
-def words(known, option, text):
-    """A comma list of known names."""
-    picked = list(dict.fromkeys(text.split(",")))
+def words(known, option, picked):
+    """The picked names, once each, if all of them are known."""
     for word in picked:
         if word not in known:
-            raise ValueError(f"argument {option}: {word!r} is none of {', '.join(known)}")
-    return picked
+            raise ValueError(f"argument {option}: {word!r} is none of "
+                             + ", ".join(str(k) for k in known))
+    return list(dict.fromkeys(picked))
 
 
 def options(parser):
@@ -996,9 +1005,10 @@ def prepare(args):
         args.kwargs = dict(json.loads(args.kwargs))
     except (TypeError, ValueError):
         raise ValueError("argument --kwargs: write a JSON object, {\"eps\": 1e-6}") from None
-    args.only = words([*IDS, *TRAITS], "--only", args.only) if args.only is not None else None
+    args.only = None if args.only is None else words(
+        [*IDS, *TRAITS], "--only", args.only.split(","))
     here = [t for t in DTYPES if args.device.type != "mps" or t != "float64"]
-    picked = here if args.picked is None else words(here, "--dtype", args.picked)
+    picked = here if args.picked is None else words(here, "--dtype", args.picked.split(","))
     args.dtypes = [DTYPES[t] for t in picked]
     args.spec, args.call, args.file = args.norm
     args.dim = width(args.call, args.dim)

@@ -238,6 +238,13 @@ class Bessel(OnePass):
         return h.var(-1, keepdim=True)
 
 
+class BiasInside(Layer):
+    """The gain multiplies the bias as well."""
+
+    def forward(self, x):
+        return ((self.statistic(up(x)) + self.shift) * self.g.view(-1)).to(x.dtype)
+
+
 class Squared(Layer):
     """** 2 where ** 0.5 is meant."""
 
@@ -418,6 +425,7 @@ WRONG = {
     "gain inside": (gain_inside, WIDE, "gain", "the gain inside the statistic"),
     "sum for mean": (of_sum, WIDE, "unit", "the sum for the mean"),
     "divisor d - 1": (Bessel, WIDE, "unit", "divisor d - 1"),
+    "bias under the gain": (BiasInside, WIDE, "bias", None),
     "two shards": (shards, WIDE, "permute jacobian", None),
     "one statistic for all rows": (all_rows, WIDE, "tokens", "one statistic for all rows"),
     "all axes but the batch": (all_axes, WIDE, "shapes", None),

@@ -775,9 +775,9 @@ def test_range_is_where_the_squares_are_in_range():
     assert ends(nn.RMSNorm, "float16")[1] >= 11
     assert ends(nn.RMSNorm, "float32")[1] in (59, 60, 61)  # d 2^(2k) < 2^128
     assert 490 < ends(nn.RMSNorm, "float64")[1] < 512
-    def twice(x, w, eps):  # from rms 2^10 on
-        return stepwise(x, w, eps) * torch.where(rms(x, 0) > 900, 2, 1)
-    assert ends(twice, "float32")[1] == 9
+    def twice(x, w, eps):  # at rms 2^20 to 2^25
+        return stepwise(x, w, eps) * torch.where((rms(x, 0) - 2e7).abs() < 1.93e7, 2, 1)
+    assert ends(twice, "float32")[1] == 19
     words = conform.check(lambda x, w, eps: x * math.nan, dtypes=["float64"], only=["range"])
     assert words[0]["quantity"] == "row rms nowhere, fp64"
 

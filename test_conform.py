@@ -581,6 +581,16 @@ def test_bounds_of_columns_grow_with_rows_and_with_kappa():
         near(pieces["db"], (3 + n + 96) * 2.0**-53)
 
 
+def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
+    norm = made(SavesX.apply)
+    norm.start("grads")
+    x, a, dy = norm.point()
+    full = norm.run(x, a, dy=dy)
+    norm.start("grads")
+    for name, _, _, scale, _ in norm.grads():
+        near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
+
+
 # the bank
 
 

@@ -600,9 +600,8 @@ class Checks(Traits):
         self._needs(self.e > 0, "eps is 0")
         if self.e < 4.0 ** LOW.get(self.work, -50):
             raise Skip("unresolved", "its eps lies below the squares")
-        x = self.draw(7, self.dim) * self.e**0.5
-        x = (x - self.centred * x.mean(-1, True)) * 2.0 ** torch.arange(-3, 4)[:, None]
-        yield from self._both(x)
+        yield from self._both(
+            self.draw(7, self.dim) * self.e**0.5 * 2.0 ** torch.arange(-3, 4)[:, None])
 
     def spike(self):
         """unit and euler, one element of 512 rms"""

@@ -591,6 +591,14 @@ def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
         near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
 
 
+@pytest.mark.parametrize("id", ["gain", "shift", "mixed", "gauge"])
+def test_outputs_are_weighed_by_their_rows(id):
+    norm = made(Layer, dtype=torch.bfloat16, centred=id == "shift", e=1e-5)
+    norm.names = norm.find_names()
+    *_, (_, _, want, scale, _) = getattr(norm, id)()
+    near(scale, abs(want).max(-1, keepdim=True).values)
+
+
 # the bank
 
 

@@ -535,6 +535,7 @@ def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
     # mean 2, s = 1: centring loses 2 more steps for each |mean|, and d of them in the sums
     near(made(dtype=dtype, centred=True).rho(row(1, 3)), 12 * u + 5 * v)
     near(made(dtype=dtype, centred=True).rho(row(2, 2)), 8 * u + 1 * v)
+    near(made(dtype=dtype, centred=True).rho(row(0, 0)), 8 * u + 1 * v)
 
 
 BOUNDS = {  # of torch.nn.RMSNorm, d = 96, float64, in u: whichever piece is the worst
@@ -820,6 +821,15 @@ def test_gain_and_bias_are_told_apart_by_what_they_do(names, d):
     assert made(Layer, d).find_names() == names
     assert made(Unit, d).find_names() == (None, None)
     assert made(Sphere, d).find_names() == ("g", None)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_an_offset_near_a_whole_number_is_that_number(dtype):
+    for call, plus in ((Gemma, 1.0), (nn.RMSNorm, 0.0)):
+        assert made(call, dtype=dtype).find_plus() == plus
+    off = made(lambda x, w, eps: (up(x) / rms(up(x), eps) * (1.004 + up(w))).to(x.dtype),
+               dtype=dtype)
+    assert off.find_plus() == 1.0
 
 
 # callees of every sort

@@ -32,6 +32,7 @@ SIZES = f"4x{K} paths n={N} d_in={D_IN} d={D}"
 HEAD = 3  # spread of the logits: a full batch can be fitted
 LR, WD, STEPS = 0.003, 0.05, 400  # wd^2 is 1000 bounds of float32, lr|g|/R stays small
 FULL = 0.1, 0.05, 300  # lr, wd, steps of the full batch
+LARGE = 256  # rows of one batch that W cannot fit
 M, ROWS = 4, 48  # gradients of the pace, and rows of x for each: full rank
 SCALES = 4.0, 2.0, 1.0, 0.5, 0.25  # c of the pace
 SMALL = 0.01  # largest angle of the exponents
@@ -167,7 +168,7 @@ def step(args, R, g, dot, theta, lr, wd):
     gap = (n - norm_law(R**2, g**2, lr, wd)).abs() / size
     yield "identity", "000.A9", "|R_next^2 - law|/(R^2+lr^2|g|^2)", 0, gap.max(), C_STEP * eps
     gap, bend = (n - truncated(R**2, g**2, lr, wd)).abs() / size, (wd * R) ** 2 / size
-    yield ("control", "000.A9", "the same, (1-2wd)R^2: off by wd^2 R^2", bend[:, :K].max(),
+    yield ("control", "000.A9", "|R_next^2 - (1-2wd) law|/(R^2+lr^2|g|^2)", bend[:, :K].max(),
            gap[:, :K].max(), C_STEP * eps)
     yield ("identity", "000.A11", "2 lr |<g,W>|/(R^2+lr^2|g|^2)", 0,
            (2 * lr * dot.abs() / size).max(), C_RADIAL * eps)
@@ -175,7 +176,7 @@ def step(args, R, g, dot, theta, lr, wd):
     yield ("identity", "000.A14", "|theta - atan(lr|g|/(1-wd)R)|, radians", 0, gap.max(),
            C_STEP * eps)
     gap, bend = ((t - small).abs() / (1 + small) for t in (theta, told))
-    yield ("control", "000.A14", "the same, lr|g|/R, over 1 + lr|g|/R", bend[:, :K].max(),
+    yield ("control", "000.A14", "|theta - lr|g|/R|/(1 + lr|g|/R)", bend[:, :K].max(),
            gap[:, :K].max(), C_STEP * eps)
 
 
@@ -189,7 +190,7 @@ def whole(args, R, g, theta, lr, wd):
            (gap / (R[1:] ** 2 + R[:-1] ** 2)).max(), bound)
     fade = (1 - 2 * wd) ** torch.arange(steps - 1.0, -1, -1)[:, None]
     told, size = (fade * (wd * R[:-1]) ** 2).sum(0), torch.maximum(R[-1] ** 2, short.abs())
-    yield ("control", "000.A10", "the same at T, the write-up's law", (told / size)[:K].abs().max(),
+    yield ("control", "000.A10", "|R_T^2 - (1-2wd) law's|/R_T^2", (told / size)[:K].abs().max(),
            ((R[-1] ** 2 - short) / size)[:K].abs().max(), bound)
     gap = log_cos(theta).mean(0) - torch.log1p(-wd) + (R[-1] / R[0]).log() / steps
     size = 1 + theta.tan().square().mean(0).sqrt()
@@ -229,7 +230,7 @@ def steady(G, lr, wd):
     eps, R2, n = torch.finfo(torch.float64).eps, fixed_point(G, lr, wd) ** 2, balance(G, lr, wd)
     bound, theta = C_FIXED * eps / (wd * (2 - wd)), math.atan2(lr * G / n, 1 - wd)
     yield "identity", "000.A12", "|R^2 - R*^2|/R*^2, G steady", 0, abs(n - R2) / R2, bound
-    yield ("control", "000.A12", "the same, R*^2 = lr G/sqrt(2 wd)", 1 - math.sqrt(1 - wd / 2),
+    yield ("control", "000.A12", "|R^2 - lr G/sqrt(2 wd)|/R^2, G steady", 1 - math.sqrt(1 - wd / 2),
            abs(1 - lr * G / math.sqrt(2 * wd) / n), bound)
     at = torch.tensor(n, dtype=torch.float64, requires_grad=True)
     slope, = torch.autograd.grad(norm_law(at, G * G / at, lr, wd), at)
@@ -254,24 +255,31 @@ def settled(name, ids, R, g, theta, lr, wd):
     yield (law, ids[0], f"R, {name}", told, (R[:-1] ** 4).mean() ** 0.25,
            told * (error / 2 + 4 * s * s), why)
     turned = math.atan(math.sqrt(math.expm1(-2 * float(log_cos(theta).mean()))))
-    yield law, ids[1], f"radians a step, {name}", at, turned, at * error, why
-    yield ("info", ids[1], f"degrees a step, {name}", math.degrees(at), math.degrees(turned), None)
-    yield "info", "000.A13", f"steps to relax, of T/2: {name}", len(g), wait, None
+    yield law, ids[1], f"angle of mean log cos(theta), rad, {name}", at, turned, at * error, why
+    mean = float(theta.mean())
+    yield "info", ids[1], f"mean theta, rad, {name}", at, mean, None
+    yield "info", ids[1], f"mean theta, degrees, {name}", math.degrees(at), math.degrees(mean), None
+    yield "info", "000.A13", f"steps to relax, {name}", None, wait, None
     yield ("identity" if law == "law" else law, "000.A13", f"of {K} paths leave R*, {name}", 0,
            strays(R, told).sum(), 0, why)
 
 
 def full(args, W, A):
-    """A13: one batch for ever. W fits it, g dies, R decays until a step overshoots: a cycle."""
+    """A13: one batch for ever. If W fits it, g dies and R decays until a step overshoots."""
     (lr, wd, steps), fixed = FULL, batch(args, K)
     R, g, _, _, lr, wd = trajectory(W, A, lambda: fixed, [lr], [wd], steps)
     lr, wd, R, g = float(lr[0]), float(wd[0]), R[steps // 2:], g[steps // 2:]
     step, told = (R[1:] / R[:-1]).log(), fixed_point(rms(g * R[:-1]), lr, wd)
     calm = ~strays(R, told) | (step.max(0).values < NEAR)
-    yield ("law", "000.A13", f"of {K} paths stay at R* or never jump, full batch", 0, calm.sum(),
+    yield ("law", "000.A13", f"of {K} paths stay at R* or never jump, one batch", 0, calm.sum(),
            FEW * K)
-    yield ("law", "000.A13", "median step of log R/log(1-wd), full batch", 1,
+    yield ("law", "000.A13", "median step of log R/log(1-wd), one batch", 1,
            step.median() / math.log1p(-wd), QUIET)
+    large = batch(args, K, LARGE)
+    R, g, *_ = trajectory(W, A, lambda: large, [FULL[0]], [FULL[1]], steps)
+    R, g = R[steps // 2:], g[steps // 2:]
+    yield ("identity", "000.A13", f"of {K} paths leave R*, one batch of {LARGE}", 0,
+           strays(R, fixed_point(rms(g * R[:-1]), lr, wd)).sum(), 0)
 
 
 def pace(args, W, A):
@@ -282,7 +290,7 @@ def pace(args, W, A):
     g = torch.stack([gradient(w, x[None], t.expand(len(c), -1), A) for x, t in pairs])
     one = host(w)[unit]
     for name, u in updates(g).items():
-        sgd, v = name == "SGD", host(u[:, unit])
+        sgd, v = name == "SGD", host(u[1:, unit])  # Adam's first is sign's
         cosine = (v * one).sum(1).abs() / (v.norm(dim=1) * one.norm())
         yield ("identity" if sgd else "control", "000.A17", f"max|<u,W>|/|u||W|, {name}",
                0 if sgd else None, cosine.max(), C_RADIAL * eps)
@@ -293,12 +301,13 @@ def pace(args, W, A):
         yield ("law", "000.A15", f"exponent of theta in |W|, {name}", -2 if sgd else -1, slope,
                bound)
         if sgd:
-            yield "control", "000.A15", "the same + 1: 0 if 1/|W|", 1, -1 - slope, bound
+            yield ("control", "000.A15", "-1 - exponent of theta, SGD: 0 if 1/|W|", 1, -1 - slope,
+                   bound)
     lr = PACE * float(one.norm() / host(g[0])[unit].norm())
     theta = angle(host(w), host(w - lr * g[0]))[unit:]
     for k in range(len(theta) - 1):
-        yield ("law", "000.A16", f"theta at W/{2**k} to theta at W/{2 ** (k + 1)}, SGD", 4,
-               theta[k + 1] / theta[k], 40 * (PACE * 4**k) ** 2)
+        yield ("law", "000.A16", f"tan theta(W/{2 ** (k + 1)})/tan theta(W/{2**k}), SGD", 4,
+               theta[k + 1].tan() / theta[k].tan(), 8 * C_ANGLE * eps / theta[k])
 
 
 def noisy(args, W, A):
@@ -310,7 +319,7 @@ def noisy(args, W, A):
     yield whole(args, R, g, theta, lr, wd)
     yield truncation()
     yield growth(args, R[:, K:2 * K], g[:, K:2 * K], lr[K])
-    yield "equilibrium"
+    yield "equilibrium: the arithmetic of the law for a steady G, then the noisy paths"
     if wd[-1] < LEAST:
         for id in ("000.A12", "000.A13", "000.A17", "000.A18", "000.A19"):
             yield "info", id, f"needs wd > {LEAST} in this dtype", None, wd[0], None
@@ -325,9 +334,11 @@ def noisy(args, W, A):
 
 def options(parser):
     """The reader's own lr, wd and number of steps."""
-    parser.add_argument("--lr", type=parser.number(0, math.inf), default=LR)
-    parser.add_argument("--wd", type=parser.number(0, 1, closed=True), default=WD)
-    parser.add_argument("--steps", type=parser.number(1, 10**5, int, closed=True), default=STEPS)
+    parser.add_argument("--lr", type=parser.number(0, math.inf), default=LR, help="learning rate")
+    parser.add_argument("--wd", type=parser.number(0, 1, closed=True), default=WD,
+                        help="decay per step, torch's lr x weight_decay")
+    parser.add_argument("--steps", type=parser.number(1, 10**5, int, closed=True), default=STEPS,
+                        help="of every path; averages are over the second half")
     parser.set_defaults(prepare=prepare)
 
 
@@ -346,7 +357,7 @@ def measure(args):
     yield f"4 x {K} noisy paths from R = 1: lr={args.lr:g} wd={args.wd:g} T={args.steps}"
     yield noisy(args, W, A)
     yield full(args, W[:K], A)
-    yield "pace"
+    yield "pace: one step of every rule from weights of one direction"
     yield pace(args, W[0], A)
 
 

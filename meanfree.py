@@ -1,4 +1,4 @@
-"""LayerNorm's dx sums to zero, RMSNorm's does not; both are orthogonal to yhat. [004: dx]
+"""LayerNorm's dx sums to zero, RMSNorm's does not; at eps = 0 both are orthogonal to yhat. [004]
 
 Write-up 004 (normnull), the consequence for a layer with gain and bias at production width.
     y = gamma yhat + beta,  v = gamma u,  u = dL/dy
@@ -27,7 +27,8 @@ import torch
 
 WIDTHS, B = (2048, 4096), 128
 DEPTH, D_STACK, B_STACK = 4, 192, 16
-SIZES = f"d={WIDTHS[0]}, {WIDTHS[1]} rows={B} | stack: {DEPTH} blocks, d={D_STACK}"
+SIZES = f"d={WIDTHS[0]}, {WIDTHS[1]} rows={B} | stack: {DEPTH} blocks, d={D_STACK} | S=|v|sqrt(d)/r"
+ORDERS = 6, 0.5  # decades between the two sums in float32, and half a decade about them
 C_FLOOR = 8  # x kappa eps S: sums of d terms of mixed sign, some rounded twice
 C_STACK = 4  # x eps |dh| sqrt(d): the same floor, through DEPTH blocks
 E_WIDE = 0.5  # an eps as large as the variance: the leak at full size
@@ -124,8 +125,12 @@ def free_sum(tag, x, u, gamma, beta):
     yield "info", "004.N20", f"median |sum(dx)|, RMS, {tag}", None, total.abs().median(), None
     yield ("law", "004.D7", f"rms over rows of sum(dx)/|a|, RMS, {tag}", 1,
            (total / a.norm(dim=-1)).square().mean().sqrt(), 5 * (1 / (2 * B)) ** 0.5)
-    yield ("control", "004.N21", f"|sum(dx)|/S, RMS, {tag}", (told.abs() / S).max(),
+    yield ("control", "004.N16", f"|sum(dx)|/S, RMS, {tag}", (told.abs() / S).max(),
            (total.abs() / S).max(), bound)
+    ln = gradients("LN", x, u, gamma, beta, None)[0].sum(-1)
+    if x.dtype is torch.float32:
+        yield ("law", "004.N21", f"log10 median |sum(dx)|, RMS over LN, {tag}", ORDERS[0],
+               (total.abs().median() / ln.abs().median()).log10(), ORDERS[1])
 
 
 def orthogonal(tag, kind, x, u, gamma, beta):
@@ -217,6 +222,12 @@ def stack_inputs(args):
             *square]
 
 
+def options(parser):
+    """The header names every dtype of the run."""
+    parser.set_defaults(prepare=lambda args: setattr(
+        args, "dtypes", list(dict.fromkeys(dtype for _, dtype in places(args)))))
+
+
 def measure(args):
     """Every place and width in turn, on the same inputs."""
     data, deep = [inputs(args, d) for d in WIDTHS], stack_inputs(args)
@@ -235,4 +246,4 @@ def measure(args):
 
 if __name__ == "__main__":
     from report import run
-    raise SystemExit(run(measure, __doc__))
+    raise SystemExit(run(measure, __doc__, options))

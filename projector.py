@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F
 
 WIDTHS, ROWS = (96, 45), 5  # widths d of a run without --width, and rows x of each
-SIZES = f"d={', '.join(map(str, WIDTHS))} or --width"
 SMALL, WHOLE, MOST, BENCH = 256, 1024, 16384, 4096  # d: eigvalsh to, whole to, --whole to; --bench
 CHUNK = 2**16  # elements of J that one backward makes: 0.5 MB in float64, which caches hold
 EPS = 1e-5  # nn.LayerNorm's default
@@ -56,6 +55,12 @@ LABELS = {  # key of residuals(): id, quantity, bound = constant x eps x d ** po
     "idempotent": ("004.N9", "|(rJ)^2 - rJ|_F", C_SPECTRUM, 0.5),
     "x": ("004.N10", "r|J x|/|x|", C_NULL, 0),
     "1": ("004.N11", "|rJ 1 - P 1|/sqrt(d)", C_NULL, 0)}
+
+
+def SIZES(args):
+    """What the header says of d."""
+    width = args.width or BENCH if args.bench else args.width
+    return f"d={width}" if width else f"d={', '.join(map(str, WIDTHS))}, {ROWS} rows each"
 
 
 def rmsnorm(x, e=0.0):
@@ -236,10 +241,12 @@ def leak(args, name, norm, centred, x):
         yield ("identity", "004.N4", f"|rJ - P - (e/r^2)qq'|_F, e={tag}, {name}", 0,
                size(E) / kappa, C_PROJECTOR * root)
     rank, near, _, idempotent = spectrum(A, 1 + centred)
-    for key, told, value in (("rank", 1, rank - (len(x) - 1 - centred)), ("zeros", 3 / 4, near),
-                             ("idempotent", 3 / 16, idempotent)):
-        id, label, constant, _ = LABELS[key]
-        yield "control", id, f"{label}, e=3ms, {name}", told, value, constant * root
+    unit = abs(float(host(norm(x[None], e)).square().mean()) - 1)
+    for key, told, value in (("unit", 3 / 4, unit), ("rank", 1, rank - (len(x) - 1 - centred)),
+                             ("zeros", 3 / 4, near), ("idempotent", 3 / 16, idempotent)):
+        id, label, constant, power = LABELS[key]
+        yield ("control", id, f"{label}, e=3ms, {name}", told, value,
+               constant * torch.finfo(args.dtype).eps * len(x) ** power)
 
 
 def gains(args, name, centred, x):
@@ -449,11 +456,14 @@ def sections(args, xs, whole):
 
 def options(parser):
     """--width, --whole, --bench, and what cannot be had together."""
-    parser.add_argument("--width", type=parser.number(1, 2**24, int, closed=True), metavar="D")
+    parser.add_argument("--width", type=parser.number(1, 2**24, int, closed=True), metavar="D",
+                        help=f"{' and '.join(map(str, WIDTHS))} unless given")
     parser.add_argument("--whole", action="store_true", help=f"all of J, for D up to {MOST}")
     parser.add_argument("--bench", action="store_true", help="time and memory of all of J")
 
     def prepare(args):
+        if args.whole and not args.width:
+            raise ValueError("argument --whole: it goes with --width D")
         if (args.whole or args.bench) and (args.width or 0) > MOST:
             raise ValueError(f"argument --width: all of J is made for D up to {MOST}")
         if args.bench and (args.device.type != "cpu" or args.width == 1):

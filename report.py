@@ -37,6 +37,10 @@ RULE = "-" * 100
 LINE = "{:<58} {:>10} {:>10} {:>8} {}"
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is, and every option's default."""
+
+
 class Parser(argparse.ArgumentParser):
     """One-line errors, and number types that say what would be right."""
 
@@ -106,18 +110,24 @@ def drawer(args):
 def parse(name, doc, options=None, argv=None):
     """The namespace of a command line; what is wrong with it leaves with exit status 2."""
     parser = Parser(prog=name, description=doc, allow_abbrev=False, conflict_handler="resolve",
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cpu (default), mps or cuda")
-    parser.add_argument("--dtype", choices=("float64", "float32"), help="float64; on mps float32")
-    parser.add_argument("--seed", type=parser.number(0, 2**63, int, closed=True), default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+                    formatter_class=Help)
+    quiet = {"default": argparse.SUPPRESS}
+    parser.add_argument("--device", help="cpu unless given, mps or cuda", **quiet)
+    parser.add_argument("--dtype", choices=("float64", "float32"),
+                        help="float64 unless given, on mps float32", **quiet)
+    parser.add_argument("--seed", type=parser.number(0, 2**63, int, closed=True), default=0,
+                        help="of the one generator")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else",
+                        **quiet)
     parser.set_defaults(prepare=lambda args: None)
     if options:
         options(parser)
     args = parser.parse_args(argv)
-    args.chosen = args.device is not None
+    args.chosen, args.json = hasattr(args, "device"), hasattr(args, "json")
+    args.own = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))
+                and k not in ("device", "dtype", "seed", "json", "chosen")}
     args.device, args.dtype = place(
-        parser, "cpu" if args.device is None else args.device, getattr(args, "dtype", None))
+        parser, getattr(args, "device", "cpu"), getattr(args, "dtype", None))
     args.draw = drawer(args)
     try:
         args.prepare(args)
@@ -255,11 +265,12 @@ def table(items, name, doc, args, sizes):
 
 def count(rows):
     """The last line: how many hold, how many controls are seen, what is left."""
-    of = {word: sum(r["verdict"] == word for r in rows) for word in ("ok", "seen", "unresolved")}
+    of = {word: sum(r["verdict"] == word for r in rows)
+          for word in ("ok", "seen", "unresolved", "info")}
     kinds = {kind: sum(r["kind"] == kind for r in rows) for kind in KINDS}
-    left = f", {of['unresolved']} unresolved" if of["unresolved"] else ""
+    left = [f", {of[word]} {word}" for word in ("unresolved", "info") if of[word]]
     return (f"{of['ok']} of {kinds['identity'] + kinds['law']} hold, "
-            f"{of['seen']} of {kinds['control']} controls seen{left}")
+            f"{of['seen']} of {kinds['control']} controls seen{''.join(left)}")
 
 
 def strict(value):
@@ -276,12 +287,15 @@ def as_json(rows, name, doc, args):
     return json.dumps(strict({
         "script": name, "about": doc.splitlines()[0], "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
-        "device": str(args.device), "dtype": names(args), "seed": args.seed,
+        "device": str(args.device), "dtype": names(args), "seed": args.seed, "options": args.own,
         "rows": rows, "holds": holds(rows)}), indent=1, allow_nan=False)
 
 
 def run(measure, doc, options=None, argv=None):
-    """Parse, measure, print; returns the exit status. SIZES of measure's module is printed too."""
+    """Parse, measure, print; returns the exit status.
+
+    The header has SIZES of measure's module, text or a function of args.
+    """
     home = measure.__globals__
     name = os.path.basename(home["__file__"])
     args = parse(name, doc, options, argv)
@@ -291,7 +305,8 @@ def run(measure, doc, options=None, argv=None):
             rows = [item for item in items if not isinstance(item, str)]
             print(as_json(rows, name, doc, args), flush=True)
         else:
-            rows = table(items, name, doc, args, home.get("SIZES", ""))
+            sizes = home.get("SIZES", "")
+            rows = table(items, name, doc, args, sizes(args) if callable(sizes) else sizes)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell reports for SIGPIPE

@@ -247,6 +247,10 @@ def test_every_row_of_meanfree_is_the_number_it_names(seed, kind, dtype):
                  (total**2 / (a * a).sum(-1)).mean().sqrt(), 5 / math.sqrt(2 * meanfree.B))
             same(("control", "|sum(dx)|/S, RMS"), (exact.abs() / S).max(), (total.abs() / S).max(),
                  floor)
+            if dtype is torch.float32:
+                ln = own_numbers("LN", x, u, gamma, 1e-5)[0].sum(-1).abs().median()
+                same(("law", "log10 median |sum(dx)|, RMS over LN"), 6,
+                     math.log10(total.abs().median() / ln), 0.5)
     ratio = scale.square() / 0.5
     c = yhat * scale[:, None]
     same(("identity", f"sum (r^2/e)dx.c - gamma.dgamma, {kind}"), 0,
@@ -844,7 +848,7 @@ def test_every_section_holds_at_a_large_mean(dtype):
     sections.append(projector.overlooked(args, x))
     found = [r for r in report.collect(lambda _: sections, args, "projector")
              if isinstance(r, dict)]
-    assert len(found) == 6 + 8 + 4 * (9 + 4) + 2 * 5 + 2
+    assert len(found) == 6 + 8 + 4 * (9 + 4) + 2 * 6 + 2
     for r in found:
         assert r["verdict"] in ("ok", "seen", "unresolved", "info"), r
         if r["kind"] == "identity":

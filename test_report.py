@@ -217,7 +217,8 @@ def test_json_is_one_strict_object_with_the_judged_numbers(capsys):
     assert run(script(*items, SIZES="n=3"), "--json", "--seed", "7", "--dtype", "float32") == 1
     got = strict_loads(capsys.readouterr().out)
     assert list(got) == ["script", "about", "torch", "python", "platform", "device", "dtype",
-                         "seed", "rows", "holds"]
+                         "seed", "options", "rows", "holds"]
+    assert got["options"] == {}
     assert (got["script"], got["about"]) == ("toy.py", "A toy claim.")
     assert (got["device"], got["dtype"], got["seed"]) == ("cpu", "float32", 7)
     assert list(got["rows"][0]) == ["id", "quantity", "expected", "measured", "bound", "ratio",
@@ -232,7 +233,8 @@ def test_json_is_one_strict_object_with_the_judged_numbers(capsys):
 
 def test_the_table_as_it_is_printed(capsys):
     items = [OK, ("law", "000.A16", "slope", -2, -2.00001, 1e-3), "controls", SEEN,
-             ("control", "000.A2", "below the floor", 1e-13, 1.1e-13, 1e-14)]
+             ("control", "000.A2", "below the floor", 1e-13, 1.1e-13, 1e-14),
+             ("info", "000.A6", "|G|", None, 3.5, None)]
     assert run(script(*items, SIZES="n=3 d=5")) == 0
     lines = capsys.readouterr().out.splitlines()
     version = torch.__version__.split("+")[0]
@@ -246,9 +248,27 @@ def test_the_table_as_it_is_printed(capsys):
         "controls",
         f"000.A1   {'its twin':49}      not 0        0.1 1.00e+14 seen",
         f"000.A2   {'below the floor':49}  1.000e-13  1.100e-13 1.10e+01 unresolved",
+        f"000.A6   {'|G|':49}                   3.5          info",
         "-" * 100,
-        "2 of 2 hold, 1 of 2 controls seen, 1 unresolved"]
+        "2 of 2 hold, 1 of 2 controls seen, 1 unresolved, 1 info"]
     assert max(map(len, lines)) <= 100
+
+
+def test_sizes_may_depend_on_the_command_line(capsys):
+    assert run(script(OK, SIZES=lambda args: f"d={args.seed}"), "--seed", "8") == 0
+    assert "| seed 8 | d=8 | eps" in capsys.readouterr().out
+
+
+def test_help_has_the_docstring_and_every_default(capsys):
+    def options(parser):
+        parser.add_argument("--wd", type=parser.number(0, 1), default=0.5, help="decay per step")
+    with pytest.raises(SystemExit) as stop:
+        run(script(OK, options=options), "--help")
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "A toy claim.\n\nMore.\n" in out
+    assert "decay per step (default: 0.5)" in out
+    assert "(default: None)" not in out
 
 
 def test_rows_are_printed_as_they_come(capsys):
@@ -306,6 +326,9 @@ def test_own_options_reach_measure_and_prepare_refuses_in_one_line(capsys):
         yield "law", "l", f"{args.target} {args.wd}", 0, 0, 1
     module = script(items, options=options)
     assert report.judge(module, "--wd", "0.25", "there")[0]["quantity"] == "there 0.25"
+    assert run(module, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["options"] == {"target": "here", "wd": 0.5}
     with pytest.raises(SystemExit) as stop:
         run(module, "--wd", "0.95")
     assert stop.value.code == 2

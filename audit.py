@@ -654,9 +654,9 @@ def invariants(args, variant):
 
 
 def tangency(loss, W):
-    """max over the tensors W of |<g, W>|/(|g||W|)."""
+    """|<g, W>|/(|g||W|) of each of the tensors W."""
     G = torch.autograd.grad(loss, list(W.values()))
-    return max(cosine(g, w) for g, w in zip(G, W.values(), strict=True))
+    return [cosine(g, w) for g, w in zip(G, W.values(), strict=True)]
 
 
 def cosine(g, w):
@@ -669,9 +669,10 @@ def noise(args):
     """B13: each sample's own gradient is tangent; isotropic noise is not."""
     (loss, W), eps = invariants(args, "sandwich"), torch.finfo(args.dtype).eps
     yield ("identity", "001.B13", "max|<g,W>|/|g||W| of each sample's own g", 0,
-           max(tangency(loss(0, rows=slice(b, b + 1)), W) for b in range(BATCH)), C_RADIAL * eps)
+           [c for b in range(BATCH) for c in tangency(loss(0, rows=slice(b, b + 1)), W)],
+           C_RADIAL * eps)
     yield ("control", "001.B13", "the same of isotropic noise in place of g", None,
-           max(cosine(args.draw(*w.shape), w) for w in W.values()), C_RADIAL * eps)
+           [cosine(args.draw(*w.shape), w) for w in W.values()], C_RADIAL * eps)
 
 
 def leaks(args):
@@ -681,7 +682,7 @@ def leaks(args):
     other = loss(0, {**P, **W}).item()
     yield ("identity", "001.B2", "|L(2W)-L(W)|, all invariant W at once", 0,
            abs(loss(0, {**P, **{n: 2 * w for n, w in W.items()}}).item() - other), 0)
-    small, large = (tangency(loss(0, e=e), W) for e in LEAKS)
+    small, large = (np.max(tangency(loss(0, e=e), W)) for e in LEAKS)
     yield ("law", "001.B3", "exponent of max|<g,W>|/|g||W| in eps", 1,
            math.log(large / small) / math.log(LEAKS[1] / LEAKS[0]), C_LEAK * LEAKS[1])
     yield ("control", "001.B3", f"max|<g,W>|/|g||W| at eps={LARGE:g}", None,
@@ -809,16 +810,17 @@ def items(pattern, what):
     return convert
 
 
-def model(text):
-    """pkg.module:build, imported with its prints on stderr."""
-    from report import load
-    with contextlib.redirect_stdout(sys.stderr):
-        return load(text)
+def model(load):
+    """The type of pkg.module:build: loaded with its prints on stderr."""
+    def convert(text):
+        with contextlib.redirect_stdout(sys.stderr):
+            return load(text)
+    return convert
 
 
 def options(parser):
     """The script's own options."""
-    parser.add_argument("model", nargs="?", type=model, help="pkg.module:build")
+    parser.add_argument("model", nargs="?", type=model(parser.load), help="pkg.module:build")
     parser.add_argument("--variant", choices=VARIANTS, help="audit a built-in model in full")
     parser.add_argument("--heads", default=[], metavar="GLOB=H[:DIM],..",
                         type=items(r"(.+)=([1-9]\d*)(?::(\d+))?", "GLOB=H or GLOB=H:DIM"))

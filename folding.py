@@ -154,7 +154,7 @@ def fold_gain(args, eps):
     for W in heads:
         gaps.append(gap_of(y @ W.T, xh @ fold(W, gain).T, W, y))
     yield same("I1", "|W(gain xh)-(W diag(gain))xh|/|W_i||y|", gaps[0], bound)
-    yield same("I2", "the same of W_q, W_k, W_v, the largest", max(gaps), bound)
+    yield same("I2", "the same of W_q, W_k, W_v, the largest", gaps, bound)
     powers = torch.exp2((3 * gain).round().clamp(-9, 9))
     bits = count((xh * powers) @ heads[0].T, xh @ fold(heads[0], powers).T)
     yield same("I1", "products that differ, gain=2^k", bits, 0)
@@ -211,7 +211,7 @@ def one_sweep(args, eps):
         gaps.append((count(top_y, top * reciprocal(x, e)),
                      peak(host(127 * y / top_y) - host(127 * t / top)) / 127,
                      peak(host(scale) * 127 / host(top_y) - 1)))
-    rows, code, scale = (max(gap) for gap in zip(*gaps, strict=True))
+    rows, code, scale = (list(gap) for gap in zip(*gaps, strict=True))
     yield same("J1", "rows with max|y| not max|t|/r, y=t/r, 3 eps", rows, 0)
     torchs = (x * reciprocal(x, EPS) * gain).abs().amax(-1, keepdim=True)
     gap = peak(host(torchs) / host(top * reciprocal(x, EPS)) - 1)

@@ -134,9 +134,9 @@ def product(eps, x, W):
 def forward(eps, name, norm, x, W):
     """A2, A3: the forward gauge over c, odd for c < 0, exact at powers of two."""
     y, bound = norm(x @ W), C_GAUGE * eps * D_IN**0.5
-    sweep = max(deviation(norm(x @ (c * W)), y) for c in SWEEP)
+    sweep = [deviation(norm(x @ (c * W)), y) for c in SWEEP]
     yield "identity", "000.A3", f"max|N(x cW)-N(x W)|/max|N|, 43 c, {name}", 0, sweep, bound
-    odd = max(deviation(-norm(x @ (-c * W)), y) for c in SWEEP)
+    odd = [deviation(-norm(x @ (-c * W)), y) for c in SWEEP]
     yield "identity", "000.A2", f"max|N(-x cW)+N(x W)|/max|N|, 43 c, {name}", 0, odd, bound
     exact = sum(int((norm(x @ (c * W)) != y).sum()) for c in POWERS)
     yield "identity", "000.A2", f"elements that differ, c=2^-6..2^6, {name}", 0, exact, 0
@@ -148,8 +148,8 @@ def euler(eps, name, norm, x, W, loss):
     yield "info", "000.A6", f"|G|, {name}", None, host(G).norm(), None
     yield "info", "000.A6", f"|<G,W>|, {name}", None, (host(G) * host(W)).sum().abs(), None
     yield "identity", "000.A5", f"|<G,W>|/|G||W|, {name}", 0, abs(radial(G, W)), C_RADIAL * eps
-    worst = max(distance(c * gradient(lambda w: loss(norm(x @ w)), c * W), G) for c in SWEEP[::6])
-    yield "identity", "000.A5", f"|c G(cW)-G(W)|/|G|, 8 c, {name}", 0, worst, C_DEGREE * eps
+    off = [distance(c * gradient(lambda w: loss(norm(x @ w)), c * W), G) for c in SWEEP[::6]]
+    yield "identity", "000.A5", f"|c G(cW)-G(W)|/|G|, 8 c, {name}", 0, off, C_DEGREE * eps
 
 
 def leak(eps, name, norm, x, W, loss, c, e):
@@ -189,7 +189,7 @@ def heads(eps, draw, x, W, loss):
     G = gradient(lambda w: loss(headnorm(x @ w)), W)
     parts = [G.chunk(HEADS, -1), W.chunk(HEADS, -1)]
     yield ("identity", "000.A4", "max over heads of |<G_h,W_h>|/|G_h||W_h|", 0,
-           max(map(abs, map(radial, *parts))), C_RADIAL * eps)
+           list(map(abs, map(radial, *parts))), C_RADIAL * eps)
     off = deviation(rmsnorm(x @ (W * c)), rmsnorm(x @ W))
     yield "control", "000.A4", "the same c with one norm over all heads", None, off, bound
 

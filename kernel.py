@@ -167,10 +167,10 @@ def backward(args, eps, pair, norm, run):
         (dx, dgain), (dx_1, dgain_1) = grads(norm, x, gain, g, BIG), run(x, gain, g, BIG)
         rs, gy = reciprocal(x, BIG), host(g) * host(rms_norm(x, gain, BIG))
         terms = (host(g) * host(x) * host(rs)).abs().sum(0)
-        law = max((host(gain) @ host(v) - gy.sum()).abs() for v in (dgain, dgain_1))
+        law = torch.stack([(host(gain) @ host(v) - gy.sum()).abs() for v in (dgain, dgain_1)]).max()
         gaps.append((off(dx, dx_1, g * gain, rs), law / gy.abs().sum(),
                      ((host(dgain) - host(dgain_1)).abs() / terms).max()))
-    dx, law, dgain = (max(gap) for gap in zip(*gaps, strict=True))
+    dx, law, dgain = (list(gap) for gap in zip(*gaps, strict=True))
     yield same("B1", f"|dx-dx'| r/|u|, {pair}", dx, C_NORM * eps)
     yield same("B2", f"|dgain-dgain'|/sum|g xh|, {pair}", dgain, C_SUM * eps)
     yield same("B2", f"gain's law, {pair}", law, C_SUM * eps)

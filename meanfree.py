@@ -1,4 +1,4 @@
-"""LayerNorm's dx sums to zero, RMSNorm's does not; at eps = 0 both are orthogonal to yhat. [004]
+"""LayerNorm's dx sums to zero, RMSNorm's does not; dx.yhat = 0 without eps. [004: dx]
 
 Write-up 004 (normnull), the consequence for a layer with gain and bias at production width.
     y = gamma yhat + beta,  v = gamma u,  u = dL/dy
@@ -20,7 +20,8 @@ gamma, beta   gain and bias                    (d,)
 e, r, s       eps, the two scales              (), (B, 1), (B, 1)
 
 python meanfree.py [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [--json]
-Without --dtype float32 follows float64; without --device mps, where there is one, follows the CPU.
+Without --device and --dtype float32 follows float64; without --device mps, where there is one,
+follows the CPU.
 """
 
 import torch
@@ -193,16 +194,16 @@ def conserved(tag, h, gamma, beta, head, *blocks):
     for kind, post in (("LN", False), ("LN", True), ("RMS", False)):
         norm, holds = layer(kind, gamma, beta, 1e-5), kind == "LN" and not post
         grads = stack(h, blocks, head, norm, post)
-        worst = max((g.sum(-1).abs() / (g.norm(dim=-1) * D_STACK**0.5)).max() for g in grads)
+        off = [(g.sum(-1).abs() / (g.norm(dim=-1) * D_STACK**0.5)).max() for g in grads]
         yield ("identity" if holds else "control", "004.N17",
                f"|sum(dh)|/(|dh|sqrt(d)), {'post' if post else 'pre'}-{kind} stack, {tag}",
-               0 if holds else None, worst, C_STACK * bound)
+               0 if holds else None, off, C_STACK * bound)
 
 
 def places(args):
     """(device, dtype) of the runs: what was asked for, and without a choice all there is."""
     out = [(args.device, args.dtype)]
-    if not args.chosen and args.dtype is torch.float64:
+    if not args.chosen and not args.typed:
         out.append((args.device, torch.float32))
     if not args.chosen and torch.backends.mps.is_available():
         out.append((torch.device("mps"), torch.float32))

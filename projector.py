@@ -196,7 +196,8 @@ def structure(args, name, norm, centred, xs):
     found = [(len(x), residuals(norm, x, centred)) for x in xs]
     for key, (id, label, constant, power) in LABELS.items():
         if key in found[0][1]:
-            d, value = max(((d, one[key]) for d, one in found), key=lambda at: at[1] / at[0]**power)
+            d, value = max(((d, one[key]) for d, one in found),
+                           key=lambda at: (math.isnan(at[1]), at[1] / at[0]**power))
             yield ("identity", "004.N3" if centred and key == "E" else id, f"{label}, {name}", 0,
                    value, constant * torch.finfo(args.dtype).eps * d**power)
 
@@ -224,11 +225,11 @@ def sampled(args, name, norm, centred, x):
     """N2, N3, N10, N11 without the matrix, and what that can miss."""
     bound, id = C_NULL * torch.finfo(args.dtype).eps, f"004.N{2 + centred}"
     *drawn, at_x, at_1 = probe(norm, x, centred, args.draw(PROBES, len(x)))
-    yield "identity", id, f"|r z'J - z'P|/|z|, {PROBES} z, {name}", 0, max(drawn), bound
+    yield "identity", id, f"|r z'J - z'P|/|z|, {PROBES} z, {name}", 0, drawn, bound
     yield "identity", "004.N10", f"r|x'J|/|x|, {name}", 0, at_x, bound
     yield "identity", "004.N11", f"|r 1'J - 1'P|/sqrt(d), {name}", 0, at_1, bound
     yield ("info", id, f"|rJ - P|_2 that passes 1 in {1 / CHANCE:.0e}, {name}", None,
-           missed(bound, len(x)), None)
+           missed(bound * frame(x, centred)[2], len(x)), None)
 
 
 def leak(args, name, norm, centred, x):
@@ -276,7 +277,7 @@ def zeroed(args, name, centred, z, gain, bias):
         rank = int((w > torch.finfo(args.dtype).eps ** 0.5).sum())
         gaps.append(abs(rank - (d - max(k, 1 + centred))))
     yield ("identity", "004.N14", f"rank - (d - max(k,{1 + centred})), k gains 0, {name}", 0,
-           max(gaps), 0)
+           gaps, 0)
 
 
 def difference(args, x):

@@ -2,8 +2,9 @@
 
 measure(args) yields, in the order in which they are printed, headings (str), rows (tuples) and
 sections (generators of the same; one that raises becomes a FAILS row, the next one still runs).
-A row is (kind, id, quantity, expected, measured, bound), with a dict of details behind or not.
-args holds device, dtype, seed, chosen (was --device given), the script's own options, and
+A row is (kind, id, quantity, expected, measured, bound), with a dict of details behind or not;
+measured may be a list, of which the greatest counts, and NaN before all.
+args holds device, dtype, seed, chosen and typed (was --device, --dtype given), own options, and
 draw(*shape), N(0, 1) from one seeded CPU generator in float64, then cast, then moved.
 options(parser) adds the script's own; parser.number and parser.set_defaults(prepare=f) validate
 them: f(args) raises ValueError, or TypeError, for what cannot be had together.
@@ -11,10 +12,11 @@ them: f(args) raises ValueError, or TypeError, for what cannot be had together.
 kind       /bound                          verdict
 identity   measured / bound                ok up to 1; FAILS when expected is not 0, when the
                                            residual is negative, when 1 would lie below 1000 bounds
-law        |measured - expected| / bound   ok up to 1
-control    measured / bound                seen from 1000 on and within one bound of expected, if
-                                           that is a prediction; unresolved when the prediction
-                                           lies below 1000 bounds; otherwise weak
+law        |measured - expected| / bound   ok up to 1; FAILS when the bound is as large as
+                                           expected, or as 1
+control    measured / bound                with a prediction: within one bound of it, then seen
+                                           when it is 1000 bounds or more, else unresolved;
+                                           without: seen from 1000 on; otherwise weak
 info, unresolved                           never judged: a fact; what this dtype cannot tell
 A number that is not finite FAILS. JSON carries the judged numbers in full, the table rounds them.
 A run holds when a row is ok or seen and none FAILS or is weak. Exit status: 0 holds, 1 does not,
@@ -79,7 +81,7 @@ def load(spec):
         home = value = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise argparse.ArgumentTypeError(f"{spec!r}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
@@ -91,7 +93,7 @@ def place(parser, name, dtype):
     here = ["cpu"] + [n for n, has in (("mps", torch.backends.mps), ("cuda", torch.cuda))
                       if has.is_available()]
     try:
-        device = torch.device(name if name.split(":")[0] in here else "")
+        device = torch.device(name if name == "cpu" or name.split(":")[0] in here[1:] else "")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):
         parser.error(f"argument --device: {name!r} cannot be had here; choose {' or '.join(here)}")
@@ -123,9 +125,10 @@ def parse(name, doc, options=None, argv=None):
     if options:
         options(parser)
     args = parser.parse_args(argv)
-    args.chosen, args.json = hasattr(args, "device"), hasattr(args, "json")
+    args.chosen, args.typed = hasattr(args, "device"), hasattr(args, "dtype")
+    args.json = hasattr(args, "json")
     args.own = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))
-                and k not in ("device", "dtype", "seed", "json", "chosen")}
+                and k not in ("device", "dtype", "seed", "json", "chosen", "typed")}
     args.device, args.dtype = place(
         parser, getattr(args, "device", "cpu"), getattr(args, "dtype", None))
     args.draw = drawer(args)
@@ -163,13 +166,21 @@ def verdict(kind, expected, measured, bound):
     if bound < 0 or (kind != "law" and measured < 0):
         return ratio, "FAILS"
     if kind != "control":
-        sound = kind == "law" or (expected == 0 and bound * SEEN < 1)
+        sound = (bound < max(1, abs(expected)) if kind == "law"
+                 else expected == 0 and bound * SEEN < 1)
         return ratio, "ok" if sound and ratio <= 1 else "FAILS"
+    if expected is None:
+        return ratio, "seen" if ratio >= SEEN else "weak"
     if gap > 1:
         return ratio, "weak"
-    if expected is not None and ratio_of(expected, bound) < SEEN:
-        return ratio, "unresolved"
-    return ratio, "seen" if ratio >= SEEN else "weak"
+    return ratio, "seen" if ratio_of(expected, bound) >= SEEN else "unresolved"
+
+
+def worst(value):
+    """A number as it is, a list's greatest; NaN is greater than all."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return torch.tensor([float(v) for v in value], dtype=torch.float64).max()
 
 
 def row(kind, id, quantity, expected, measured, bound, detail=None):
@@ -177,9 +188,9 @@ def row(kind, id, quantity, expected, measured, bound, detail=None):
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
     expected, measured, bound = (
-        None if v is None else float(v) for v in (expected, measured, bound))
+        None if v is None else float(v) for v in (expected, worst(measured), bound))
     ratio, word = verdict(kind, expected, measured, bound)
-    out = {"id": id, "quantity": quantity, "expected": expected, "measured": measured,
+    out = {"id": str(id), "quantity": str(quantity), "expected": expected, "measured": measured,
            "bound": bound, "ratio": ratio, "kind": kind, "verdict": word}
     return out if detail is None else {**out, "detail": detail}
 
@@ -187,7 +198,16 @@ def row(kind, id, quantity, expected, measured, bound, detail=None):
 def failure(name, error):
     """The FAILS row that stands where something raised."""
     text = f"{type(error).__name__}: {error}"
-    return row("identity", name, "raised " + text.splitlines()[0], 0, math.nan, 0, {"error": text})
+    first = f"raised {text.splitlines()[0]}"[:49]
+    return row("identity", name, first, 0, math.nan, 0, {"error": text})
+
+
+def judged(item, name):
+    """row(*item), or the FAILS row that says why it cannot be judged."""
+    try:
+        return row(*item)
+    except Exception as error:
+        return failure(name, error)
 
 
 def flat(section, name):
@@ -197,21 +217,23 @@ def flat(section, name):
             if isinstance(item, str):
                 yield item
             elif isinstance(item, tuple):
-                yield row(*item)
+                yield judged(item, name)
             else:
                 yield from flat(item, f"{name}.{item.__name__}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield failure(name, error)
 
 
 def collect(measure, args, name):
     """Headings and rows of a script; a second row of one (id, quantity) FAILS."""
-    met = set()
+    met = {}
     for item in flat(measure(args), name):
-        key = item if isinstance(item, str) else (item["id"], item["quantity"])
-        if key in met and not isinstance(item, str):
-            item = failure(f"{item['id']}", ValueError(f"second row of {key}"))
-        met.add(key)
+        if not isinstance(item, str):
+            key = item["id"], item["quantity"]
+            met[key] = met.get(key, 0) + 1
+            if met[key] > 1:
+                again = failure(item["id"], ValueError(f"row {met[key]} of {key}"))
+                item = {**again, "quantity": f"{met[key]}: {item['quantity']}"}
         yield item
 
 
@@ -234,7 +256,9 @@ def line(r):
     bare = r["kind"] in ("info", "unresolved")
     cells = ["" if bare and v is None else show(v) for v in (r["expected"], r["measured"])]
     ratio = "" if bare else f"{r['ratio']:.2e}"
-    return LINE.format(f"{r['id']:<8} {r['quantity']}", *cells, ratio, r["verdict"])
+    text = LINE.format(f"{r['id']:<8} {' '.join(r['quantity'].split())}", *cells, ratio,
+                       r["verdict"])
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def dtypes(args):
@@ -274,12 +298,16 @@ def count(rows):
 
 
 def strict(value):
-    """The value with None for every number that is not finite."""
+    """The value in JSON's types, with None for every number that is not finite."""
     if isinstance(value, dict):
-        return {k: strict(v) for k, v in value.items()}
+        return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if hasattr(value, "tolist"):
+        return strict(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def as_json(rows, name, doc, args):
@@ -307,7 +335,10 @@ def run(measure, doc, options=None, argv=None):
         else:
             sizes = home.get("SIZES", "")
             rows = table(items, name, doc, args, sizes(args) if callable(sizes) else sizes)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell reports for SIGPIPE
+        if isinstance(error, BrokenPipeError):
+            return 141  # what a shell reports for SIGPIPE
+        print(f"{name}: error: cannot write: {error}", file=sys.stderr)
+        return 2
     return 0 if holds(rows) else 1

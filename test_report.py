@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -23,8 +24,8 @@ import report
 
 torch.set_num_threads(1)
 HERE = pathlib.Path(__file__).resolve().parent
-SCRIPTS = sorted(p.stem for p in HERE.glob("*.py")
-                 if p.stem != "report" and not p.stem.startswith("test_"))
+SCRIPTS = sorted(p.stem for p in HERE.glob("*.py") if not p.stem.startswith("test_")
+                 and "    from report import run\n" in p.read_text(encoding="utf-8"))
 NAN, INF = math.nan, math.inf
 
 
@@ -42,6 +43,13 @@ def run(module, *argv):
     return report.run(module.measure, module.__doc__, getattr(module, "options", None), list(argv))
 
 
+ENDLESS = """import report, sys
+def measure(args):
+    for i in range(100000):
+        yield "law", "l", str(i), 0, 0, 0.5
+__file__ = "toy.py"
+sys.exit(report.run(measure, "A toy.", None, []))
+"""
 OK = ("identity", "000.A1", "a residual", 0, 1e-16, 1e-15)
 SEEN = ("control", "000.A1", "its twin", None, 0.1, 1e-15)
 
@@ -60,8 +68,11 @@ SEEN = ("control", "000.A1", "its twin", None, 0.1, 1e-15)
     ("law", -2, -2.0005, 1e-3, 0.5, "ok"),
     ("law", -2, -1.9995, 1e-3, 0.5, "ok"),
     ("law", -2, -2.002, 1e-3, 2, "FAILS"),
-    ("law", 0, -0.5, 1, 0.5, "ok"),
+    ("law", 0, -0.25, 0.5, 0.5, "ok"),
     ("law", 0, 0.5, -1, -0.5, "FAILS"),
+    ("law", 0, 0.5, 1, 0.5, "FAILS"),                  # a law's bound is below 1, or expected
+    ("law", 4, 3, 4, 0.25, "FAILS"),
+    ("law", 4, 3, 3.9, 1 / 3.9, "ok"),
     ("control", None, 0.1, 1e-9, 1e8, "seen"),
     ("control", None, 1.001e-6, 1e-9, 1001, "seen"),
     ("control", None, 0.999e-6, 1e-9, 999, "weak"),
@@ -72,6 +83,7 @@ SEEN = ("control", "000.A1", "its twin", None, 0.1, 1e-15)
     ("control", 0.9e-6, 0.9e-6, 1e-9, 900, "unresolved"),
     ("control", 0.9e-6, 1e-3, 1e-9, 1e6, "weak"),
     ("control", 0, 0, 1e-9, 0, "unresolved"),
+    ("control", 1000.3e-9, 999.7e-9, 1e-9, 999.7, "seen"),  # the prediction decides
     ("control", None, 3, 0, INF, "seen"),
     ("control", None, 0, 0, 0, "weak"),
 ])
@@ -147,6 +159,38 @@ def test_a_raising_measure_fails():
     assert [r["verdict"] for r in report.judge(script(items))] == ["ok", "FAILS"]
 
 
+def test_a_row_that_cannot_be_judged_fails_alone():
+    rows = report.judge(script(("fact", "a", "b", 0, 0, 1), ("identity", "short"), OK))
+    assert [r["verdict"] for r in rows] == ["FAILS", "FAILS", "ok"]
+
+
+def test_leaving_from_inside_a_row_fails():
+    def items(args):
+        yield OK
+        sys.exit(0)
+    assert run(script(items)) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nan_anywhere_in_a_list_fails(place):
+    values = [1e-16, 2e-16, 3e-16]
+    row, = report.judge(script(("identity", "i", "q", 0, values, 1e-15)))
+    assert (row["measured"], row["verdict"]) == (3e-16, "ok")
+    values[place] = torch.tensor(NAN)
+    row, = report.judge(script(("identity", "i", "q", 0, values, 1e-15)))
+    assert row["verdict"] == "FAILS"
+
+
+def test_one_error_in_many_sections_is_one_row_each():
+    def section(args):
+        yield OK[:1]
+        raise ValueError("boom")
+    rows = report.judge(script(lambda args: (section(args) for _ in range(3))))
+    assert len({(r["id"], r["quantity"]) for r in rows}) == len(rows) == 6
+    assert all(r["verdict"] == "FAILS" for r in rows)
+    assert sum("boom" in r["quantity"] for r in rows) == 3
+
+
 def test_the_same_row_twice_fails():
     assert [r["verdict"] for r in report.judge(script(OK, OK))] == ["ok", "FAILS"]
     other = (OK[0], "000.A2", *OK[2:])
@@ -166,6 +210,7 @@ def test_tensors_and_numpy_scalars_are_numbers():
     (["--device", ""], "'' cannot be had here"),
     (["--device", "cpu:x"], "'cpu:x' cannot be had here"),
     (["--device", "cuda:99"], "'cuda:99' cannot be had here"),
+    (["--device", "cpu:1"], "'cpu:1' cannot be had here"),
     (["--dtype", "bfloat16"], "invalid choice: 'bfloat16'"),
     (["--seed", "-1"], "'-1' is not a whole number in [0, 9223372036854775808)"),
     (["--seed", "1.5"], "'1.5' is not a whole number"),
@@ -193,6 +238,33 @@ def test_mps_is_float32_and_says_why(monkeypatch, capsys):
         run(script(OK), "--device", "mps", "--dtype", "float64")
     assert stop.value.code == 2
     assert "mps has no float64; choose float32" in capsys.readouterr().err
+
+
+def test_the_table_is_ascii_and_errors_do_not_break_it(capsys):
+    def items(args):
+        yield "law", "l", "größe\nx", 0, 0, 0.5
+        raise RuntimeError("ü" * 200)
+    assert run(script(items)) == 1
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert "gr\\xf6\\xdfe x" in out
+
+
+def test_json_takes_what_scripts_have_at_hand(capsys):
+    import numpy as np
+    detail = {"t": torch.tensor([1.0, NAN]), "n": np.float32(0.5), 3: {1, 2}, "i": np.int64(7)}
+    assert run(script((*OK, detail)), "--json") == 0
+    got = strict_loads(capsys.readouterr().out)["rows"][0]["detail"]
+    assert got == {"t": [1.0, None], "n": 0.5, "3": "{1, 2}", "i": 7}
+
+
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") if pathlib.Path("/dev/full").exists() else open(os.devnull) as full:
+        done = subprocess.run([sys.executable, "-c", ENDLESS], cwd=HERE, stdout=full,
+                              stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"toy.py: error: cannot write: ")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_a_device_that_is_listed_and_broken_is_refused(monkeypatch, capsys):
@@ -323,7 +395,7 @@ def test_own_options_reach_measure_and_prepare_refuses_in_one_line(capsys):
             raise ValueError("--wd above 0.9\nleaves nothing")
 
     def items(args):
-        yield "law", "l", f"{args.target} {args.wd}", 0, 0, 1
+        yield "law", "l", f"{args.target} {args.wd}", 0, 0, 0.5
     module = script(items, options=options)
     assert report.judge(module, "--wd", "0.25", "there")[0]["quantity"] == "there 0.25"
     assert run(module, "--json") == 0
@@ -344,7 +416,8 @@ def test_load_takes_the_current_folder_first(tmp_path, monkeypatch):
         value, file = report.load("mine:Outer.value")
         assert value == 3
         assert pathlib.Path(file) == tmp_path / "mine.py"
-        for spec, says in (("mine", "write it as pkg.module:name"), (":x", "write it as"),
+        (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+        for spec, says in (("leaves:x", "SystemExit"), ("mine", "write it as"), (":x", "write it"),
                            ("mine:", "write it as"), ("mine:Inner", "AttributeError"),
                            ("nothere:x", "ModuleNotFoundError"), ("broken:x", "OSError: no")):
             with pytest.raises(argparse.ArgumentTypeError, match=says):
@@ -355,13 +428,7 @@ def test_load_takes_the_current_folder_first(tmp_path, monkeypatch):
 
 
 def test_a_closed_pipe_ends_a_run_quietly():
-    code = ("import report, sys\n"
-            "def measure(args):\n"
-            "    for i in range(100000):\n"
-            "        yield 'law', 'l', str(i), 0, 0, 1\n"
-            "__file__ = 'toy.py'\n"
-            "sys.exit(report.run(measure, 'A toy.', None, []))\n")
-    with subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], cwd=HERE, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"toy.py: A toy.\n"
         process.stdout.close()
@@ -439,7 +506,7 @@ class Operators(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out))
                    if isinstance(t, torch.Tensor)]
-        if all(t.dtype is not torch.float64 for t in tensors):
+        if all(t.dtype is not torch.float64 for t in tensors) and func.namespace == "aten":
             self.names.add(func.name().removeprefix("aten::"))
         return out
 
@@ -461,6 +528,8 @@ def operator_table():
 def runs_on_mps(name):
     """A kernel of its own, a delegate's, a view's, or a body that only calls other operators."""
     keys, delegate = operator_table().get(name, ({"unknown"}, None))
+    if "_for_cpu" in name:  # what attention chooses on the CPU alone
+        return True
     composite = any(k.startswith("Composite") for k in keys) or not (keys or delegate)
     return "MPS" in keys or composite or (delegate is not None and runs_on_mps(delegate))
 

@@ -346,8 +346,8 @@ def options(parser):
 def prepare(args):
     """R^4 grows with (lr G)^4 and must stay in range."""
     top = torch.finfo(args.dtype).max ** 0.23
-    if 1 - args.wd < torch.finfo(args.dtype).eps ** 0.5:
-        raise ValueError(f"argument --wd: {args.wd} is 1 to half the digits of the dtype")
+    if 1 - args.wd < LEAST:
+        raise ValueError(f"argument --wd: {args.wd} leaves less than {LEAST} of W a step")
     if not 1 / top < args.lr < top:
         raise ValueError(f"argument --lr: {args.lr} is not in ({1 / top:.0e}, {top:.0e}), which is "
                          f"what {str(args.dtype)[6:]} can follow")

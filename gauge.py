@@ -47,6 +47,11 @@ def layernorm(z, e=0.0):
     return rmsnorm(z - z.mean(-1, keepdim=True), e)
 
 
+def torchs_layernorm(z, e=0.0):
+    """torch.nn.functional.layer_norm."""
+    return F.layer_norm(z, z.shape[-1:], eps=e)
+
+
 def headnorm(z, e=0.0):
     """RMSNorm of each of HEADS equal parts of a row on its own."""
     return rmsnorm(z.unflatten(-1, (HEADS, -1)), e).flatten(-2)
@@ -157,9 +162,9 @@ def leak(eps, name, norm, x, W, loss, c, e):
     told = eps if e is None else e
     y_1, y = norm(x @ W, e), norm(x @ (c * W), e)
     law, bound = host(y_1) * forward_factor(x @ W, c, told), C_GAUGE * eps * D_IN**0.5
-    at = f"c={c:g} eps={e}, {name}"
+    at = f"c={c:g} e={e}, {name}"
     yield "identity", "000.A2", f"forward leak - law, {at}", 0, deviation(y, law), bound
-    yield ("control", "000.A3", f"N(x cW)-N(x W), {at}", deviation(law, y_1),
+    yield ("control", "000.A3", f"max|N(x cW)-N|/max|N|, {at}", deviation(law, y_1),
            deviation(y, y_1), bound)
     G, u = gradient(lambda w: loss(norm(x @ w, e)), c * W), gradient(loss, y)
     law = radial_leak(x @ (c * W), y, u, told) / float(host(G).norm() * host(c * W).norm())
@@ -169,16 +174,19 @@ def leak(eps, name, norm, x, W, loss, c, e):
            C_RADIAL * eps)
 
 
-def companion(eps, name, norm, z):
-    """A8: the Jacobian kills the scale direction; with eps it keeps e / r^3 of it."""
-    bound, z_, ms = C_JACOBIAN * eps, host(z), host(z).square().mean()
-    J, size = host(jacobian(norm, z)), z_.norm() / ms.sqrt()
+def companion(eps, name, norm, z, gain):
+    """A8: the Jacobian diag(gain) J kills the scale direction; eps keeps e / r^3 of it."""
+    z_, w, ms = host(z), host(gain), host(z).square().mean()
+    J, bound = host(jacobian(norm, z)), C_JACOBIAN * eps * float(w.max())
+    size = z_.norm() / ms.sqrt()
     yield "identity", "000.A8", f"r|J z|/|z|, {name}", 0, (J @ z_).norm() / size, bound
-    yield "identity", "000.A8", f"r|J'z|/|z|, {name}", 0, (J.T @ z_).norm() / size, bound
+    left = z_ / w
+    yield ("identity", "000.A8", f"r|J'(z/gain)|/|z/gain|, {name}", 0,
+           (J.T @ left).norm() * ms.sqrt() / left.norm(), bound)
     e, r = float(ms), (2 * ms).sqrt()
     J = host(jacobian(lambda Z: norm(Z, e), z))
-    gap = (J @ z_ - e / r**3 * z_).norm() * r / z_.norm()
-    yield "identity", "000.A8", f"r|J z-(e/r^3)z|/|z|, eps=ms, {name}", 0, gap, bound
+    gap = (J @ z_ - w * e / r**3 * z_).norm() * r / z_.norm()
+    yield "identity", "000.A8", f"r|J z-(e/r^3)y|/|z|, eps=ms, {name}", 0, gap, bound
 
 
 def heads(eps, draw, x, W, loss):
@@ -197,12 +205,13 @@ def heads(eps, draw, x, W, loss):
 def shift(eps, draw, x, W, loss):
     """A4: LayerNorm has the shift W + v 1' beside the scale; RMSNorm does not."""
     bound, v = C_GAUGE * eps * D_IN**0.5, draw(D_IN, 1) / D_IN**0.5
-    off = deviation(layernorm(x @ (3 * W + v)), layernorm(x @ W))
-    yield "identity", "000.A4", "max|LN(x(3W+v1'))-LN(x W)|/max|LN|", 0, off, bound
-    G = gradient(lambda w: loss(layernorm(x @ w)), W)
-    off = host(G).sum(-1).norm() / (host(G).norm() * D**0.5)
-    yield "identity", "000.A4", "|G 1|/(|G| sqrt(d)), LayerNorm", 0, off, C_RADIAL * eps
-    yield "identity", "000.A4", "|<G,W>|/|G||W|, LayerNorm", 0, abs(radial(G, W)), C_RADIAL * eps
+    for name, norm in (("typed LN", layernorm), ("F.layer_norm", torchs_layernorm)):
+        off = deviation(norm(x @ (3 * W + v)), norm(x @ W))
+        yield "identity", "000.A4", f"max|N(x(3W+v1'))-N(x W)|/max|N|, {name}", 0, off, bound
+        G = gradient(lambda w, norm=norm: loss(norm(x @ w)), W)
+        off = host(G).sum(-1).norm() / (host(G).norm() * D**0.5)
+        yield "identity", "000.A4", f"|G 1|/(|G| sqrt(d)), {name}", 0, off, C_RADIAL * eps
+        yield "identity", "000.A4", f"|<G,W>|/|G||W|, {name}", 0, abs(radial(G, W)), C_RADIAL * eps
     off = deviation(rmsnorm(x @ (W + v)), rmsnorm(x @ W))
     yield "control", "000.A4", "max|N(x(W+v1'))-N(x W)|/max|N|, RMSNorm", None, off, bound
 
@@ -238,14 +247,16 @@ def measure(args):
     for name, norm in norms.items():
         yield forward(eps, name, norm, x, W)
         yield euler(eps, name, norm, x, W, loss)
-    for name in ("typed", "F.rms_norm"):
-        yield companion(eps, name, norms[name], draw(D))
+    z, ones = draw(D), torch.ones_like(gain)
+    for name, norm in norms.items():
+        yield companion(eps, name, norm, z, gain if name == "nn.RMSNorm" else ones)
     yield heads(eps, draw, x, W, loss)
     yield shift(eps, draw, x, W, loss)
     yield "with eps the gauge leaks"
     for name, norm in norms.items():
         yield leak(eps, name, norm, x, W, loss, SHRUNK, EPS)
-    yield leak(eps, "nn.RMSNorm", norms["nn.RMSNorm"], x, W, loss, TINY, None)
+    for name in ("F.rms_norm", "nn.RMSNorm"):
+        yield leak(eps, name, norms[name], x, W, loss, TINY, None)
     yield "controls: the identity must break here"
     yield broken(eps, draw, x, W, loss)
 

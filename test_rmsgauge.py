@@ -229,21 +229,24 @@ def test_gauge_bounds_are_neither_tight_nor_slack_over_200_seeds(dtype, seeds, m
                         ("POWERS", [0.125, 32.0])):
         monkeypatch.setattr(gauge, name, value)
     worst = worst_ratios(gauge, range(seeds), "--dtype", dtype)
-    assert len(worst) == 32
+    assert len(worst) == 40
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)
 
 
 def test_gauge_bounds_are_what_the_constants_say():
     eps, forward = 2.0**-52, 8 * math.sqrt(48)
-    told = {"device": 4, "000.A2": forward, "000.A3": forward, "000.A8": 16, "000.A4": None,
-            "000.A5": None, "000.A1": 4}
+    top = float(gauge.inputs(report.parse("gauge.py", "", None, []).draw)[2].max())
+    told = {"device": 4, "000.A2": forward, "000.A3": forward, "000.A4": None, "000.A5": None,
+            "000.A1": 4}
     for r in report.judge(gauge):
         text, told_here = r["quantity"], told.get(r["id"])
         if r["kind"] == "info":
             continue
         if told_here is None:
             told_here = 32 if "G(" in text else 4 if "G" in text or "radial" in text else forward
+        if r["id"] == "000.A8":
+            told_here = 16 * top if "nn" in text else 16
         if "elements" in text:
             told_here = 0
         assert r["bound"] == pytest.approx(told_here * eps, rel=1e-12, abs=0), r
@@ -264,7 +267,8 @@ def test_residuals_of_the_companion_have_no_unit():
     z = draws(0, torch.float64)(33) + 0.3
 
     def measured(z):
-        return [float(r[4]) for r in gauge.companion(2.0**-52, "typed", gauge.rmsnorm, z)]
+        ones = torch.ones(33, dtype=torch.float64)
+        return [float(r[4]) for r in gauge.companion(2.0**-52, "typed", gauge.rmsnorm, z, ones)]
     assert min(measured(z)) > 0
     assert measured(z) == measured(8 * z) == measured(z / 64)
 
@@ -278,6 +282,104 @@ def test_product_row_is_the_error_of_the_matmul():
     assert told == 0
     assert float(measured) == pytest.approx(float((gap / size).max()), rel=1e-6, abs=0)
     assert float(measured) > 0
+
+
+def own_norm(kind, e, gain):
+    """The norm again, in torch's words."""
+    if kind == "nn.RMSNorm":
+        return lambda z: F.rms_norm(z, z.shape[-1:], gain, e)
+    if kind == "typed":
+        return lambda z: z * (z.pow(2).sum(-1, keepdim=True) / z.shape[-1] + e).pow(-0.5)
+    return lambda z: F.rms_norm(z, z.shape[-1:], None, e)
+
+
+def own_gradient(f, w):
+    w = w.clone().requires_grad_()
+    f(w).backward()
+    return w.grad.double()
+
+
+def test_every_row_of_gauge_is_the_number_it_names():
+    eps, args = 2.0**-23, report.parse("gauge.py", "", None, ["--dtype", "float32"])
+    draw = args.draw
+    (x, W, gain), loss, z = gauge.inputs(draw), gauge.classifier(draw), draw(96)
+    v = draw(48, 1) / math.sqrt(48)
+    fresh = iter([gauge.positive(draw, 6), v])
+    rows_of_W, columns = gauge.positive(draw, 48, 1), gauge.positive(draw, 96)
+    c_rows = [10 ** (k / 10 - 2) for k in range(41)] + [3, 0.7]
+
+    def away(y, y_1):
+        y, y_1 = y.detach(), y_1.detach()
+        return float((y.double() - y_1.double()).abs().max() / y_1.double().abs().max())
+
+    def cosine(G, w):
+        return float((G * w.double()).sum().abs() / (G.norm() * w.double().norm()))
+    told = {}
+    for kind, norm in (("typed", gauge.rmsnorm), ("F.rms_norm", gauge.functional),
+                       ("nn.RMSNorm", gauge.module(gain))):
+        N, found = own_norm(kind, 0.0, gain), {}
+        told[f"max|N(x cW)-N(x W)|/max|N|, 43 c, {kind}"] = max(
+            away(norm(x @ (c * W)), norm(x @ W)) for c in c_rows)
+        told[f"max|N(-x cW)+N(x W)|/max|N|, 43 c, {kind}"] = max(
+            away(-norm(x @ (-c * W)), norm(x @ W)) for c in c_rows)
+        G = own_gradient(lambda w, norm=norm: loss(norm(x @ w)), W)
+        told[f"|G|, {kind}"] = float(own_gradient(lambda w, N=N: loss(N(x @ w)), W).norm())
+        told[f"|<G,W>|/|G||W|, {kind}"] = cosine(G, W)
+        told[f"|c G(cW)-G(W)|/|G|, 8 c, {kind}"] = max(float(
+            (c * own_gradient(lambda w, norm=norm: loss(norm(x @ w)), c * W) - G).norm() / G.norm())
+            for c in c_rows[::6])
+        found = [*gauge.forward(eps, kind, norm, x, W), *gauge.euler(eps, kind, norm, x, W, loss)]
+        for r in found:
+            if r[2] in told:
+                value = float(report.worst(r[4]))
+                rel = {"|c": 0.1, "|G": 1e-4}.get(r[2][:2], 1e-6)  # c G is rounded once more
+                assert value == near(told.pop(r[2]), rel), r[2]
+        for c, e in ((0.01, 1e-5), (0.001, eps)):
+            w, N, ms = c * W, own_norm(kind, e, gain), (x @ W).double().square().mean(-1)
+            G = own_gradient(lambda w, N=N: loss(N(x @ w)), w)
+            ways = {r[2][:11]: r for r in gauge.leak(eps, kind, norm, x, W, loss, c, e)}
+            left = c * ((ms + e) / (c * c * ms + e)).sqrt()[:, None] - 1
+            assert float(ways["max|N(x cW)"][3]) == near(
+                away(N(x @ W).double() * (1 + left), N(x @ W)), 1e-4)
+            assert float(ways["max|N(x cW)"][4]) == near(away(N(x @ w), N(x @ W)), 1e-3)
+            assert float(ways["<G,W>/|G||W"][4]) == near(cosine(G, w), 1e-3)
+    groups = [*gauge.heads(eps, lambda *s: next(fresh), x, W, loss),
+              *gauge.shift(eps, lambda *s: next(fresh) * math.sqrt(48), x, W, loss)]
+    values = {r[2]: r[4] for r in groups}
+    assert float(values["max|N(x(W+v1'))-N(x W)|/max|N|, RMSNorm"]) == near(away(
+        own_norm("typed", 0.0, gain)(x @ (W + v)), own_norm("typed", 0.0, gain)(x @ W)), 1e-4)
+    assert len(values["max over heads of |<G_h,W_h>|/|G_h||W_h|"]) == 6
+    for name, N in (("typed LN", gauge.layernorm),
+                    ("F.layer_norm", lambda z: F.layer_norm(z, (96,), eps=0.0))):
+        key = f"max|N(x(3W+v1'))-N(x W)|/max|N|, {name}"
+        assert values[key] == near(away(N(x @ (3 * W + v)), N(x @ W)), 1e-6)
+        G = own_gradient(lambda w, N=N: loss(N(x @ w)), W)
+        assert float(values[f"|G 1|/(|G| sqrt(d)), {name}"]) == near(
+            float(G.sum(1).norm() / (G.norm() * math.sqrt(96))), 1e-6)
+    fresh = iter([rows_of_W, columns])
+    shapes = iter([(48, 1), (96,)])
+
+    def again(*shape):
+        assert shape == next(shapes)
+        return 2 * next(fresh).log()
+    values = {r[2]: r[4] for r in gauge.broken(eps, again, x, W, loss)}
+    N = own_norm("typed", 0.0, gain)
+    for name, scaled in (("row", rows_of_W * W), ("column", W * columns)):
+        assert values[f"a scale for each {name} of W"] == near(
+            away(N(x @ scaled), N(x @ W)), 1e-4)
+    for name, f in (("no norm", lambda w: loss(x @ w)),
+                    ("norm before W, not after", lambda w: loss(N(x) @ w))):
+        assert values[f"|<G,W>|/|G||W|, {name}"] == near(cosine(own_gradient(f, W), W), 1e-4)
+    for kind, norm, w in (("typed", gauge.rmsnorm, torch.ones(96)),
+                          ("nn.RMSNorm", gauge.module(gain), gain)):
+        ms = float(z.double().square().mean())
+        for e, key in ((0.0, f"r|J z|/|z|, {kind}"),
+                       (ms, f"r|J z-(e/r^3)y|/|z|, eps=ms, {kind}")):
+            J = torch.autograd.functional.jacobian(lambda t, e=e, norm=norm: norm(t, e), z).double()
+            r = math.sqrt(ms + e)
+            gap = J @ z.double() - w.double() * z.double() * e / r**3
+            value, = (q[4] for q in gauge.companion(eps, kind, norm, z, w) if q[2] == key)
+            assert abs(float(value) - float(gap.norm()) * r / float(z.norm())) <= 2 * eps
 
 
 BROKEN = {
@@ -597,10 +699,10 @@ def test_full_batch_rows_of_numbers(monkeypatch):
         rest=rest, same=b()[0] is b()[0]) or record)
     found = numbers(dynamics.full(args, None, None))
     assert seen == {"rest": ([0.5], [0.5], 4), "same": True}
-    assert found == [("law", "000.A13", 0, 1, 0.8), ("law", "000.A13", 1, 0, 0.05),
+    assert found == [("law", "000.A13", 0, 0.5, 0.4), ("law", "000.A13", 1, 0, 0.05),
                      ("identity", "000.A13", 0, 1, 0)]
     R[4, 1] = 3.2  # now it does not jump
-    assert numbers(dynamics.full(args, None, None))[0][3] == 2
+    assert numbers(dynamics.full(args, None, None))[0][3] == 1
     R[2:, 0] = row(8, 4, 2)  # halves at every step, as one of the second path's two does
     assert numbers(dynamics.full(args, None, None))[1][3] == near(1)
 
@@ -746,7 +848,7 @@ def test_a_wrong_formula_turns_dynamics_red(name, small, monkeypatch, capsys):
 
 def test_a_path_that_does_not_settle_turns_dynamics_red(monkeypatch):
     monkeypatch.setattr(dynamics, "FULL", (1e-4, 0.02, 40))
-    found = [r for r in report.judge(dynamics, "--steps", "2") if "never jump" in r["quantity"]]
+    found = [r for r in report.judge(dynamics, "--steps", "2") if "calm" in r["quantity"]]
     assert [r["verdict"] for r in found] == ["FAILS"]
 
 

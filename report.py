@@ -40,7 +40,11 @@ LINE = "{:<58} {:>10} {:>10} {:>8} {}"
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is, and every option's default."""
+    """The docstring as it is, and the default of every option that has one."""
+
+    def _get_help_string(self, action):
+        bare = action.default in (None, False) or action.default == []
+        return action.help if bare else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

@@ -259,6 +259,40 @@ def test_every_row_of_meanfree_is_the_number_it_names(seed, kind, dtype):
     assert not found
 
 
+def test_inputs_of_meanfree_have_the_spread_they_are_given():
+    args = report.parse("meanfree.py", "", None, ["--device", "cpu"])
+    x, u, gamma, beta = meanfree.inputs(args, 4096)
+    h, wide, shift, *square = meanfree.stack_inputs(args)
+
+    def spread(values, mean, deviation):
+        # five standard errors: deviation / sqrt(n) of a mean, 1 / sqrt(2 n) of a log deviation
+        n = values.numel()
+        assert abs(values.mean() - mean) < 5 * deviation / math.sqrt(n)
+        assert abs((values.std() / deviation).log()) < 5 / math.sqrt(2 * n)
+    rows = x.std(-1, correction=0)
+    spread(rows.log(), 0, 0.5)
+    spread(x.mean(-1) / rows, 0, 0.5)
+    spread(u, 0, 1)
+    spread(gamma.log(), math.log(1.5), 1 / 3)
+    spread(beta, 0, 1 / 3)
+    spread(wide.log(), math.log(2), 1 / 3)
+    spread(h, 0, 1)
+    spread(shift, 0, 1)
+    for matrix in square:
+        spread(matrix, 0, 1 / math.sqrt(192))
+
+
+def test_difference_rows_are_over_the_upstream_gradient():
+    draw = draws(4, torch.float64)
+    x, u, gamma, beta = draw(3, 7) + 0.5, draw(3, 7), draw(7) / 3 + 2, draw(7)
+    *_, (_, _, name, told, measured, _) = meanfree.difference("t", x, u, gamma, beta)
+    (ln, *_), (rms, *_) = (own_numbers(kind, x, u, gamma, 0.0) for kind in ("LN", "RMS"))
+    gap = (ln - rms + rms.mean(-1, keepdim=True)).norm(dim=-1) * x.std(-1, correction=0)
+    assert told is None
+    assert "m<>0" in name
+    assert float(measured) == near(float((gap / (gamma * u).norm(dim=-1)).max()))
+
+
 def test_summing_y_would_test_nothing():
     draw = draws(0, torch.float64)
     x, one, zero = draw(5, 32), torch.ones(32).double(), torch.zeros(32).double()

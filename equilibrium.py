@@ -299,7 +299,8 @@ def update(h):
 def stepper(h, w, own=False):
     """step(g), in place, by torch.optim; by update() if own, or for lion and the exact polar."""
     betas, u = (0.0, 0.0) if h.name == "sign" else h.betas, update(h)
-    adam = {"betas": betas, "eps": 0.0, "weight_decay": h.wd}
+    tiny = torch.finfo(w.dtype).tiny  # eps = 0, but for 0/0 where a gradient rounds to 0
+    adam = {"betas": betas, "eps": tiny, "weight_decay": h.wd}
     if "sgd" in h.name and not own:
         made = torch.optim.SGD([w], h.lr, h.momentum, nesterov=h.nesterov,
                                weight_decay=h.wd if h.name == "sgd" else 0.0)

@@ -1199,7 +1199,8 @@ def test_typed_updates_are_torchs(name, dtype):
 
 @pytest.mark.parametrize(("h", "after"), [
     (Setting("sgd", 0.1, 0.5), 0.95), (Setting("sgdw", 0.1, 0.5), 0.95),
-    (Setting("lion", 0.1, 0.5), 0.95), (Setting("adam", 0.1, 0.5), 0.9)])
+    (Setting("lion", 0.1, 0.5), 0.95), (Setting("sign", 0.1, 0.5), 0.95),
+    (Setting("adam", 0.1, 0.5), 0.9)])
 def test_a_step_without_gradient_shows_the_decay(h, after):
     for own in (False, True):
         w = torch.ones(1, 1, dtype=torch.float64)
@@ -1513,6 +1514,39 @@ def test_laws_are_not_inflated(whole):
         if r["kind"] == "identity" and r["bound"]:
             assert 1e-3 < r["ratio"] < 0.5, r
         assert len(r["quantity"]) <= 49 and r["quantity"].isascii()
+
+
+def test_no_bound_of_a_law_could_hide_the_effect_it_tells_apart(whole):
+    limits = {"B11": 0.02, "B13": 0.04, "B16": 0.03, "B17": 0.03, "B18": 0.03, "B20": 0.09,
+              "B21": 0.005, "B22": 0.01, "B25": 0.02, "B26": 0.03, "B27": 0.04, "B28": 0.04,
+              "B30": 0.011, "B31": 0.005}
+    laws = [r for r in whole if r["kind"] == "law" and not r["quantity"].startswith(("R, ", "t, "))]
+    assert {r["id"][4:] for r in laws} == set(limits)
+    for r in laws:
+        assert r["bound"] < limits[r["id"][4:]], r
+
+
+def test_expected_slopes_are_the_square_roots(whole):
+    told = {r["quantity"]: r["expected"] for r in whole if r["quantity"].startswith("d log")}
+    near(told["d log t / d log(lr wd), adamw"], 0.5, 0.02)
+    near(told["d log R / d log(lr/wd), adamw"], 0.5, 1e-9)
+    assert abs(told["d log t / d log(lr/wd), adamw"]) < 1e-12
+
+
+def test_simulation_walks_ten_memories_unless_told(monkeypatch):
+    seen = []
+
+    def walk(args, h, norm, **how):
+        seen.append((how["burn"], how["steps"]))
+        return torch.ones(3, 2), torch.ones(2, 2)
+    monkeypatch.setattr(eq, "walk", walk)
+    argv = "--optimizer sgdw --lr 1 --shape 6x6 --momentum .5 --simulate --wd".split()
+    for wd, steps in (("0.002", 4995), ("0.3", 2000), ("1e-6", 20000)):
+        told(*argv, wd)
+        assert seen.pop() == (16, steps)
+    told(*argv, "0.002", "--steps", "7")
+    told(*argv[:-2], "--wd", "0.002")
+    assert seen == [(16, 7), (16, eq.BURN)]
 
 
 def test_published_forms_are_seen_to_be_off(whole):

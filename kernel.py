@@ -190,7 +190,8 @@ def example(args):
 def saved(args, eps):
     """N1, N2: 1/r saved or computed again is the same to the bit; xh from y / gain is not safe."""
     x, gain, g = inputs(args, N, D)
-    rs, u = rms_norm(x.clone().requires_grad_(), gain, EPS).grad_fn.saved_tensors[2], g * gain
+    y = rms_norm(x.clone().requires_grad_(), gain, EPS)
+    rs, u = y.grad_fn.saved_tensors[2], g * gain
     moves = differ([rs], [reciprocal(x, EPS)])
     yield same("N1", "1/r saved and computed again: rows that differ", moves, 0)
     dx, bf16 = input_gradient(u, x, rs), rs.bfloat16().to(rs)

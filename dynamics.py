@@ -37,6 +37,7 @@ M, ROWS = 4, 48  # gradients of the pace, and rows of x for each: full rank
 SCALES = 4.0, 2.0, 1.0, 0.5, 0.25  # c of the pace
 SMALL = 0.01  # largest angle of the exponents
 PACE = 0.0025  # the write-up's angle at c = 1
+STEEP = 0.1  # lr|g|/R at the start of a steady growth; its square is the next order
 GROWTH = 0.05  # largest (lr|g|/R)^2, with rounding, for which lr^4|g|^4 is a correction
 NEAR = 0.5  # |log(R/R*)| that a settled path keeps to: ten s and more
 FEW = 0.4  # of the full batch's chaotic paths: one in 200 misses its jump
@@ -210,6 +211,16 @@ def truncation():
     yield "law", "000.A10", "dropped in the end at wd=.0008: wd/2", 4e-4, 1 - late, 1e-5 * 4e-4
 
 
+def linear():
+    """A7: for a steady G the law without decay makes R^4 - R_0^4 linear in t."""
+    n, record = 1 / STEEP, []
+    for _ in range(2 * STEPS):
+        n = norm_law(n, 1 / n, 1, 0)
+        record.append(n * n - STEEP**-2)
+    yield ("law", "000.A7", "R^4-R_0^4 at 2T over T, G steady, wd=0", 2,
+           record[-1] / record[STEPS - 1], STEEP**2)
+
+
 def growth(args, R, g, lr):
     """A7: without decay every step enlarges R, and R^4 rises by 2 lr^2 G^2 a step."""
     eps, rise, tan2 = torch.finfo(args.dtype).eps, (lr * g) ** 2, (lr * g / R[:-1]) ** 2
@@ -319,6 +330,7 @@ def noisy(args, W, A):
     yield step(args, R, g, dot, theta, lr, wd)
     yield whole(args, R, g, theta, lr, wd)
     yield truncation()
+    yield linear()
     yield growth(args, R[:, K:2 * K], g[:, K:2 * K], lr[K])
     yield "equilibrium: the arithmetic of the law for a steady G, then the noisy paths"
     if wd[-1] < LEAST:

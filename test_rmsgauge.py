@@ -624,6 +624,15 @@ def test_the_write_ups_relative_4e_4_is_truncation():
     assert exact == pytest.approx(400 * 1e-6, rel=2.5e-3)
 
 
+def test_steady_growth_is_linear_in_the_fourth_power():
+    (kind, id, _, told, seen, bound), = dynamics.linear()
+    # R^4 rises by 2 + 1 / R^4 a step from R_0^4 = 100, so by 2 t + log(1 + t / 50) / 2
+    t, late = (2 * n + math.log(1 + n / 50) / 2 for n in (400, 800))
+    assert (kind, id, told) == ("law", "000.A7", 2)
+    assert seen == near(late / t, 1e-4)
+    assert bound == near(0.01)
+
+
 def test_growth_rows_of_numbers():
     # lr |g| = .1, .2 at R^2 = 1, 1.02; then R^2 = 1.05: shrinks nowhere; second replica does
     R = torch.stack([row(1, 1), row(1.02, 0.5), row(1.05, 1.02)]).sqrt()
@@ -766,7 +775,7 @@ def test_dynamics_bounds_are_neither_tight_nor_slack(dtype, small):
                 worst[key] = max(worst.get(key, 0), r["ratio"])
             if r["kind"] == "law" and "angle of mean" in r["quantity"]:
                 calm.append(r["ratio"])
-    assert len(worst) == 24
+    assert len(worst) == 25
     for key, ratio in worst.items():
         if key[0] == "identity":
             assert (0 if "steady" in key[2] or "at R*" in key[2] else 2e-3) <= ratio < 0.5, key

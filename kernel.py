@@ -268,7 +268,7 @@ def clock(run, device):
 
 def agree(kind, ours, torchs, eps):
     """The compiled pass computes what torch's does: codes within 1, the rest to rounding."""
-    bound = 1 / 127 if kind == "int8" else C_NORM * eps
+    bound = 1.5 / 127 if kind == "int8" else C_NORM * eps  # a code apart, not two
     gaps = [(host(a) - host(b)).abs().max() / host(b).abs().max()
             for a, b in zip(ours, torchs, strict=False)]
     return "law", IDS[kind], f"{kind}: max|ours-torch's|/max|torch's|", 0, gaps, bound

@@ -48,6 +48,7 @@ SIGMAS = 5  # standard errors that a statistical law may be off
 RADIAL = 1 - 2 / math.pi  # radial share of the noise of sign(tangent Gaussian), the largest here
 MOST = 20000  # steps that --simulate walks unless told otherwise
 N, BATCH, CLASSES, RUNS = 12, 16, 6, 8  # the real loss
+FITTED, SPIKED = 1e-5, 0.05  # losses of a run that had fitted its batch, and has lost it again
 C_STEP = 16  # x eps: one torch update, |w+|^2 against its typed terms
 C_PATH = 32  # x eps: 40 steps that should end in the same direction
 
@@ -609,7 +610,7 @@ def collapse(args):
         L.append(host(loss))
         R.append(host(inner(v, v)).flatten().log() / 2)
     for loss, r in zip(torch.stack(L, 1), torch.stack(R, 1), strict=True):
-        spike = ((loss > 0.05) & (loss.cummin(0).values < 1e-5)).nonzero().flatten()
+        spike = ((loss > SPIKED) & (loss.cummin(0).values < FITTED)).nonzero().flatten()
         if len(spike):
             low = int(loss[:spike[0]].argmin())
             falls.append(float(r[low] - r[low - 25]) / 25 / math.log1p(-h.lr * h.wd))

@@ -106,11 +106,11 @@ def place(parser, name, dtype):
     return device, getattr(torch, dtype or ("float32" if device.type == "mps" else "float64"))
 
 
-def drawer(args):
+def drawer(seed, dtype=torch.float64, device="cpu"):
     """draw(*shape): N(0, 1) from one CPU generator in float64, cast, moved."""
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(
-        *shape, generator=generator, dtype=torch.float64).to(args.dtype).to(args.device)
+        *shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def parse(name, doc, options=None, argv=None):
@@ -135,7 +135,7 @@ def parse(name, doc, options=None, argv=None):
                 and k not in ("device", "dtype", "seed", "json", "chosen", "typed")}
     args.device, args.dtype = place(
         parser, getattr(args, "device", "cpu"), getattr(args, "dtype", None))
-    args.draw = drawer(args)
+    args.draw = drawer(args.seed, args.dtype, args.device)
     try:
         args.prepare(args)
     except (TypeError, ValueError) as error:
@@ -346,3 +346,8 @@ def run(measure, doc, options=None, argv=None):
         print(f"{name}: error: cannot write: {error}", file=sys.stderr)
         return 2
     return 0 if holds(rows) else 1
+
+
+def status(script, *argv):
+    """The exit status of a script's module under a command line."""
+    return run(script.measure, script.__doc__, getattr(script, "options", None), list(argv))

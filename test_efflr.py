@@ -17,6 +17,7 @@ import audit
 import equilibrium as eq
 import report
 from equilibrium import Setting
+from report import drawer as draws
 
 torch.set_num_threads(1)
 SEEDS = range(5)
@@ -641,10 +642,6 @@ def test_slopes_are_the_gradient_along_each_scale():
 # weight decay
 
 
-class Adamish:
-    """An optimizer that is neither SGD nor AdamW."""
-
-
 @pytest.mark.parametrize(("kind", "group", "told"), [
     ("SGD", {"momentum": 0.0}, math.acos(0.98)),
     ("SGD", {"momentum": 0.9}, math.acos(1 - 0.02 / 1.9)),
@@ -880,12 +877,6 @@ def test_a_missing_matplotlib_is_one_line(run, monkeypatch):
 
 DTYPES = (torch.float64, torch.float32)
 X = (1e-4, 0.02, 0.3)  # lr wd
-
-
-def draws(seed, dtype=torch.float64):
-    """N(0, 1) from a seeded generator, in float64, then cast."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def given(seed, dtype=torch.float64):

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import report
+from report import status as run
 
 torch.set_num_threads(1)
 HERE = pathlib.Path(__file__).resolve().parent
@@ -37,10 +38,6 @@ def script(*items, **more):
     exec("def measure(args):\n    yield from ITEMS(args)\n", module.__dict__)
     module.ITEMS = items[0] if len(items) == 1 and callable(items[0]) else lambda args: items
     return module
-
-
-def run(module, *argv):
-    return report.run(module.measure, module.__doc__, getattr(module, "options", None), list(argv))
 
 
 ENDLESS = """import report, sys

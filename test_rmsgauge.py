@@ -11,17 +11,13 @@ import torch.nn.functional as F
 import dynamics
 import gauge
 import report
+from report import drawer as draws
+from report import status
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
 WIDTHS = ((5, 7), (16, 16), (48, 96), (33, 129))  # d_in, d
 SEEDS = range(5)
-
-
-def draws(seed, dtype):
-    """N(0, 1) from a seeded generator, in float64, then cast."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def worst_ratios(script, seeds, *argv):
@@ -34,12 +30,6 @@ def worst_ratios(script, seeds, *argv):
                 key = r["id"], r["quantity"]
                 worst[key] = max(worst.get(key, 0), r["ratio"])
     return worst
-
-
-def status(script, *argv):
-    """Exit status of a script's command line."""
-    options = getattr(script, "options", None)
-    return report.run(script.measure, script.__doc__, options, list(argv))
 
 
 def close(a, b, dtype=torch.float64, within=8):

@@ -20,6 +20,7 @@ import precision
 import report
 from folding import fold, quantise, sweep, to_int8, weight_int8
 from kernel import rms_norm
+from report import status
 
 torch.set_num_threads(1)
 
@@ -51,10 +52,6 @@ def judged(script, seed, dtype):
 def seeds_of(script, dtype):
     """Five, but for the script that takes half a second."""
     return SEEDS if script is not precision else range(2 if dtype == "float64" else 1)
-
-
-def status(script, *argv):
-    return report.run(script.measure, script.__doc__, getattr(script, "options", None), list(argv))
 
 
 def near(a, b, tolerance=1e-13):

@@ -18,7 +18,7 @@ R, G      |W|, and |g| R                           (B,)
 theta     angle between W and W_next               (B,)
 lr, wd    as the dtype holds them: wd = 1 - (1 - wd)
 
-python dynamics.py [--lr LR] [--wd WD] [--steps T]
+python dynamics.py [--lr LR] [--wd WD] [--steps T] [--plot FILE]
                    [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [--json]
 """
 
@@ -181,12 +181,19 @@ def step(args, R, g, dot, theta, lr, wd):
            gap[:, :K].max(), C_STEP * eps)
 
 
+def follow(law, R, g, lr, wd):
+    """R_t^2 from R_0 on by a law, with the measured |g|. (T + 1, B)"""
+    n = [R[0] ** 2]
+    for g2 in g**2:
+        n.append(law(n[-1], g2, lr, wd))
+    return torch.stack(n)
+
+
 def whole(args, R, g, theta, lr, wd):
     """A10, A18: the law from R_0 on with the measured |g|; the mean of log cos(theta)."""
-    eps, steps, n, short = torch.finfo(args.dtype).eps, len(g), [R[0] ** 2], R[0] ** 2
-    for g2 in g**2:
-        n, short = [*n, norm_law(n[-1], g2, lr, wd)], truncated(short, g2, lr, wd)
-    gap, bound = (torch.stack(n) - R**2).abs()[1:], C_PATH * eps * steps**0.5
+    eps, steps, short = torch.finfo(args.dtype).eps, len(g), follow(truncated, R, g, lr, wd)[-1]
+    gap = (follow(norm_law, R, g, lr, wd) - R**2).abs()[1:]
+    bound = C_PATH * eps * steps**0.5
     yield ("identity", "000.A10", "max over t of |R_t^2-law's|/(R_t^2+R_(t-1)^2)", 0,
            (gap / (R[1:] ** 2 + R[:-1] ** 2)).max(), bound)
     fade = (1 - 2 * wd) ** torch.arange(steps - 1.0, -1, -1)[:, None]
@@ -329,6 +336,8 @@ def noisy(args, W, A):
         W, A, lambda: batch(args, 4 * K), [lr, lr, 4 * lr, lr / 2], [wd, 0, wd, wd / 2], args.steps)
     yield step(args, R, g, dot, theta, lr, wd)
     yield whole(args, R, g, theta, lr, wd)
+    if args.plot:
+        yield plot(args, R[:, 0], g[:, 0], float(lr[0]), float(wd[0]))
     yield truncation()
     yield linear()
     yield growth(args, R[:, K:2 * K], g[:, K:2 * K], lr[K])
@@ -345,13 +354,39 @@ def noisy(args, W, A):
                       float(wd[k * K]))
 
 
+def plot(args, R, g, lr, wd):
+    """A9, A10: |W| of the first path beside both laws, and their errors, to a file."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(R, color="black", lw=3, alpha=0.4, label="measured")
+    for law, name, colour, line in ((norm_law, "$(1-wd)^2R^2+lr^2|g|^2$", "#0072B2", "-"),
+                                    (truncated, "$(1-2wd)R^2+lr^2|g|^2$", "#D55E00", "--")):
+        n = follow(law, R, g, lr, wd)
+        left.plot(n.clamp(min=0).sqrt(), line, color=colour, lw=1.2, label=name)
+        gap = (n / R**2 - 1).abs().clamp(min=torch.finfo(args.dtype).eps)
+        right.semilogy(gap[1:], line, color=colour, lw=1.2, label=name)
+    if wd:
+        G = rms((g * R[:-1])[len(g) // 2:])
+        left.axhline(fixed_point(G, lr, wd), color="#009E73", ls=":", label="$R^*$")
+    left.set(xlabel="step", ylabel="R = |W|", title=f"one path: lr={lr:g} wd={wd:g}")
+    right.set(xlabel="step", ylabel="relative error of $R^2$, at least eps",
+              title="both laws follow the measured |g|")
+    left.legend()
+    right.legend()
+    figure.savefig(args.plot)
+    return f"wrote {args.plot}"
+
+
 def options(parser):
-    """The reader's own lr, wd and number of steps."""
+    """The reader's own lr, wd and number of steps; a picture."""
     parser.add_argument("--lr", type=parser.number(0, math.inf), default=LR, help="learning rate")
     parser.add_argument("--wd", type=parser.number(0, 1, closed=True), default=WD,
                         help="decay per step, torch's lr x weight_decay")
     parser.add_argument("--steps", type=parser.number(1, 10**5, int, closed=True), default=STEPS,
                         help="of every path; averages are over the second half")
+    parser.add_argument("--plot", type=parser.picture, metavar="FILE",
+                        help="the norm beside both laws, and their errors")
     parser.set_defaults(prepare=prepare)
 
 

@@ -25,6 +25,7 @@ A run holds when a row is ok or seen and none FAILS or is weak. Exit status: 0 h
 
 import argparse
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -35,6 +36,7 @@ import torch
 
 KINDS = ("identity", "law", "control", "info", "unresolved")
 SEEN = 1000  # bounds that a control must exceed
+PICTURES = (".png", ".pdf", ".svg")
 RULE = "-" * 100
 LINE = "{:<58} {:>10} {:>10} {:>8} {}"
 
@@ -73,6 +75,19 @@ class Parser(argparse.ArgumentParser):
     def load(spec):
         """The type of an option that names an object: (object, file) of "module:name"."""
         return load(spec)
+
+    @staticmethod
+    def picture(path):
+        """The type of --plot: a file that matplotlib, where it is installed, can write."""
+        folder, end = os.path.dirname(os.path.abspath(path)), os.path.splitext(path)[1].lower()
+        target = path if os.path.exists(path) else folder
+        if importlib.util.find_spec("matplotlib") is None:
+            raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+        if end not in PICTURES:
+            raise argparse.ArgumentTypeError(f"{path!r} ends with none of {', '.join(PICTURES)}")
+        if os.path.isdir(path) or not os.access(target, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{path!r} cannot be written")
+        return path
 
 
 def load(spec):

@@ -1,8 +1,10 @@
 """Write-up 000: the scale of a weight that feeds RMSNorm, and what sets it."""
 
+import importlib.util
 import math
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -595,6 +597,36 @@ def test_whole_rows_of_numbers(monkeypatch):
     theta[1, 1] = math.pi / 2 - 1e-8
     beyond = numbers(dynamics.whole(ARGS, R, g, theta, lr, wd))
     assert [r[0] for r in beyond] == ["identity", "control", "info"]
+
+
+def test_the_picture_has_both_laws_and_their_errors(monkeypatch):
+    matplotlib, left, right = MagicMock(), MagicMock(), MagicMock()
+    figure = matplotlib.figure.Figure.return_value
+    figure.subplots.return_value = left, right
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", matplotlib.figure)
+    # wd = 1/2, lr |g| = 1, R_0^2 = 4: law 2, 1.5; write-up 1, 1; R*^4 = 4 lr^2 G^2/3, G^2 = .75
+    R, g = row(4, 3, 5).sqrt(), row(0.5, 0.5)
+    args = SimpleNamespace(dtype=torch.float64, plot="x.png")
+    assert dynamics.plot(args, R, g, 2, 0.5) == "wrote x.png"
+    figure.savefig.assert_called_once_with("x.png")
+    paths = [call.args[0].tolist() for call in left.plot.call_args_list]
+    assert paths == [near([2, 3**0.5, 5**0.5]), near([2, 2**0.5, 1.5**0.5]), near([2, 1, 1])]
+    gaps = [call.args[0].tolist() for call in right.semilogy.call_args_list]
+    assert gaps == [near([1 / 3, 3.5 / 5]), near([2 / 3, 4 / 5])]
+    assert left.axhline.call_args.args[0] == near((4 * 4 * 0.75 / 3) ** 0.25)
+    exact = dynamics.plot(args, row(2, 1), row(0), 2, 0.5) and right.semilogy.call_args_list[2]
+    assert exact.args[0].tolist() == [EPS]
+    dynamics.plot(args, R, g, 2, 0)
+    assert left.axhline.call_count == 2
+
+
+def test_a_picture_changes_no_row(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(dynamics, "plot", lambda args, R, g, lr, wd: f"{args.plot} {R.shape}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    argv = "--lr", "0.02", "--wd", "0.1", "--steps", "20"
+    plain = report.judge(dynamics, *argv)
+    assert report.judge(dynamics, *argv, "--plot", str(tmp_path / "x.png")) == plain
 
 
 def test_fading_of_the_dropped_terms_is_geometric(monkeypatch):

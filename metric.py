@@ -194,9 +194,9 @@ def frequency(args, q, k, x, u, t, M):
                  host(x) * torch.cat([told, told], -1))
     t, w = t[:, None].to(x), w.to(x)
     y = rotate(x, (t * w).cos(), (t * w).sin())
-    g = gradient(lambda v: (v.tanh() * u).sum(), y)
     auto = gradient(lambda v: (rotate(x, (t * v).cos(), (t * v).sin()).tanh() * u).sum(), w)
-    (y_1, y_2), (g_1, g_2), t = host(y).chunk(2, -1), host(g).chunk(2, -1), host(t)
+    g = host(u) * (1 - host(y).tanh().square())
+    (y_1, y_2), (g_1, g_2), t = host(y).chunk(2, -1), g.chunk(2, -1), host(t)
     size = (t * g_1.hypot(g_2) * y_1.hypot(y_2)).sum((0, 1))
     told = (t * (g_2 * y_1 - g_1 * y_2)).sum((0, 1))
     yield same("003.R6", "dL/dw = sum t (g_2 y_1-g_1 y_2), of sum t|g||y|", host(auto) / size,
@@ -253,11 +253,17 @@ def gauges(args, x, W_Q, W_K, L):
 
 def placements(args, x, W_Q, W_K, M, D):
     """M3, M4: turning W_Q and W_K together is a gauge unless an untied gain stands between."""
-    b, phi = bound(args, C_LOGIT, 2 * PLANES), args.draw(HEADS, PLANES)
+    b, phi, t = bound(args, C_LOGIT, 2 * PLANES), args.draw(HEADS, PLANES), torch.arange(T).double()
     P_Q, P_K, A, g = turn(W_Q, phi), turn(W_K, phi), M.flatten()[:, None], args.draw(D_IN).exp()
-    for kind, name, gain in ((same, "no gain", 1.0), (same, "tied", M), (differ, "untied", D)):
+    c = torch.tensor(SCALES).to(x).repeat_interleave(2 * PLANES)[:, None]
+    for kind, name, gain in ((same, "no gain", 1.0), (same, "tied", M),
+                             (differ, "untied, after RoPE", D)):
         yield kind("003.M3", f"S(P W_Q,P W_K) = S, {name}", logits(x, P_Q, P_K, gain),
                    logits(x, W_Q, W_K, gain), b)
+    S, S_P = (attend(D * heads(x, Q), heads(x, K), t) for Q, K in ((W_Q, W_K), (P_Q, P_K)))
+    yield differ("003.M3", "S(P W_Q,P W_K) = S, untied, before RoPE", S_P, S, b)
+    yield same("003.M3", "S(c W_Q,W_K/c) = S, c a head, untied", logits(x, c * W_Q, W_K / c, D),
+               logits(x, W_Q, W_K, D), b)
     for kind, name, e in ((same, "no norm", None), (differ, "QK-norm", 0.0)):
         yield kind("003.M3", f"S(A W_Q,W_K/A) = S, {name}", logits(x, A * W_Q, W_K / A, e=e),
                    logits(x, W_Q, W_K, e=e), b)
@@ -304,9 +310,9 @@ def adaptive(args, tau, a):
     yield same("003.P2", "step/lr at constant dL/dm = its fixed r, exp", r.abs(), told,
                bound(args, C_DRIFT))
     yield "info", "003.P2", "step/lr, dL/dm > 0, lr=.01, exp", None, r.max(), None
-    ways = [[host(adam(through(f, a), zero, lr, len(a))[0]) for f in (torch.exp, stopped)]
-            for lr in (RATE / 100, RATE / 10)]
-    low, high = ((v - v_1).norm() / v_1.norm() for v, v_1 in ways)
+    lr, rows = torch.tensor([[RATE / 100], [RATE / 10]]).to(tau), zero.repeat(2, 1)
+    v, v_1 = (host(adam(through(f, a), rows, lr, len(a))[0]) for f in (torch.exp, stopped))
+    low, high = (v - v_1).norm(dim=1) / v_1.norm(dim=1)
     yield ("law", "003.P2", "order in lr of exp - stopped, Adam, signs random", 1,
            (high / low).log10(), RATE / 10 * BETA2 / (1 - BETA2))
 

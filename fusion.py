@@ -39,16 +39,22 @@ C_WALK = 2  # x eps STEPS: each step adds its rounding to what came before
 ROUND, ALONE = 0.5e-6, 0.994770  # half a score's last digit; Homotopy-BiEq-Muon's one score
 SCORES = {  # seeds 42, 47, 137; their mean and standard deviation, all as published
     "baseline": ((0.994008, 0.995675, 0.995631), 0.995105, 0.000950),
-    "temperature": ((0.993762, 0.993693), 0.993727, None),
+    "temperature": ((0.993762, 0.993693), None, None),
     "exp": ((0.992734, 0.993763, 0.993111), 0.993203, 0.000520),
+    "exp in nats": ((2.781674, 2.784556, 2.782731), 2.782987, 0.001458),
     "stopped": ((0.992671, 0.993561, 0.993167), 0.993133, 0.000446),
-    "composed": ((0.992190, 0.992883, 0.992679), 0.992584, 0.000356)}
+    "composed": ((0.992190, 0.992883, 0.992679), 0.992584, 0.000356),
+    "composed, holdout": ((0.991493, 0.992128, 0.991946), 0.991856, 0.000327),
+    "untied exp": ((0.992873, 0.993819), None, None)}
+PAIRS = {"baseline": 0.994841, "temperature": 0.993727, "exp": 0.993248, "stopped": 0.993116}
 CONTRASTS = (("temperature", "baseline", -0.001114), ("exp", "baseline", -0.001902),
              ("stopped", "baseline", -0.001972), ("exp", "temperature", -0.000479),
              ("stopped", "exp", -0.000070), ("composed", "baseline", -0.002521))
 NATS = ((0.992734, 2.781674), (0.993763, 2.784556), (0.993111, 2.782731), (0.993203, 2.782987),
         (0.993620, 2.784157), (1.046336, 2.931867), (1.046474, 2.932255), (0.992190, 2.780148),
         (0.992883, 2.782092), (0.992679, 2.781518))  # published scores and nats per token
+SECONDS = (("learned frequencies/fixed", 1264.6, 1132.8), ("unfused/fused, L=6", 706.5, 695.2))
+SPREADS = 0.2736, 0.1864, 0.1235  # of W_Q's rows, layer 7: temperature, seeds 47, 42; per plane
 
 
 def norm(h):
@@ -182,7 +188,8 @@ def gradients(args, h, g, W, L):
     b, b_G = C_OUTPUT * eps * D_IN**0.5, C_GRADIENT * eps * N**0.5
     yield same("003.G1", "W (g x) = (W D_g) x", activation(g, W, x), fused(g, W, x), b)
     yield same("003.G1", "that at g = 1, to the bit", activation(one, W, x), fused(one, W, x), 0)
-    u, X, e, w = map(host, (gradient(L, activation(g, W, x))[0], x, g, W))
+    X, e, w, t = *map(host, (x, g, W)), L.keywords["target"].cpu()
+    u = (((X * e) @ w.mT).softmax(-1) - F.one_hot(t, D_OUT)) / N
     G_V, v, r = u.mT @ X, u @ (w * e), host(h).square().mean(-1, keepdim=True).sqrt()
     for name, form in (("activation", activation), ("fused", fused)):
         auto = gradient(lambda W, g, h, form=form: L(form(g, W, norm(h))), W, g, h)
@@ -216,23 +223,40 @@ def trajectories(args, x, g, W, L):
             yield kind("003.G5", f"trained W D_g = V, {text}, {name}", W_1 * g, V, b)
 
 
-def certificate(args, x, g, W):
-    """G6: at g = 1 a gate that reads g x passes for one that reads x."""
-    def out(read, g):
-        return activation(g, W, x) * torch.sigmoid(read[:, :GATE_IN] @ U.mT)
-    U, eps = args.draw(D_OUT, GATE_IN), torch.finfo(args.dtype).eps
-    for kind, text, e, b in ((same, "g = 1, to the bit", torch.ones_like(g), 0),
+def certificate(args, x, g, W, L):
+    """G6: at g = 1 a gate that reads g x has the outputs of one that reads x, and its gradients
+    while the projection P behind it is 0."""
+    def out(scaled, g, W, U, P):
+        s = g * x
+        return (s @ W.mT * torch.sigmoid((s if scaled else x)[:, :GATE_IN] @ U.mT)) @ P.mT
+    U, P, one = args.draw(D_OUT, GATE_IN), args.draw(D_OUT, D_OUT), torch.ones_like(g)
+    eps = torch.finfo(args.dtype).eps
+    for kind, text, e, b in ((same, "g = 1, to the bit", one, 0),
                              (differ, "g at random", g, C_OUTPUT * eps * D_IN**0.5)):
-        yield kind("003.G6", f"gate on g x = gate on x, {text}", out(e * x, e), out(x, e), b)
+        a, told = (out(scaled, e, W, U, P) for scaled in (True, False))
+        yield kind("003.G6", f"gate on g x = gate on x, {text}", a, told, b)
+    for kind, text, p, b in ((same, "P = 0, to the bit", torch.zeros_like(P), 0),
+                             (differ, "P at random", P, C_GRADIENT * eps * N**0.5)):
+        a, told = (torch.cat([G.flatten() for G in gradient(
+            lambda *q, f=f: L(out(f, *q)), one, W, U, p)]) for f in (True, False))
+        yield kind("003.G6", f"their gradients at g = 1, {text}", a, told, b)
+
+
+def name(form, gates, depth):
+    """A model, in a row's quantity."""
+    return f"{form}{'' if gates else ', no gate'}, L={depth}"
 
 
 def memory(args):
     """G8, G9, G11: units of B T d numbers that eager autograd keeps, counted on the CPU."""
     h, t = args.draw(B, T, D).cpu().requires_grad_(), torch.arange(T)[:, None]
-    for depth, form, told in ((3, "raw", 6), (3, "scaled", 6), (4, "raw", 8), (4, "fused", 0)):
+    for depth, form, gates, told in (
+            (3, "raw", True, 6), (3, "scaled", True, 6), (4, "raw", False, 8), (4, "raw", True, 8),
+            (4, "fused", True, 0)):
         P = weights(depth, D, HEADS, lambda *shape: args.draw(*shape).cpu())
-        (base, _), (rows, copies) = (saved(partial(model, h, P, f), P) for f in ("none", form))
-        yield ("law", "003.G8", f"units more, eager, {form}, L={depth}", told,
+        (base, _), (rows, copies) = (saved(partial(model, h, P, f, gates), P)
+                                     for f in ("none", form))
+        yield ("law", "003.G8", f"units more, eager, {name(form, gates, depth)}", told,
                (rows - base) / h.numel(), 0)
     yield "law", "003.G9", f"d^2 numbers of weights copied, L={depth}", 7 * depth, copies / D**2, 0
     w = args.draw(D).cpu()
@@ -253,15 +277,15 @@ def compiled(args):
     try:
         torch.compile(torch.sin)(args.draw(2))
     except Exception as error:
-        yield "info", "003.G8", f"no compiler here: {type(error).__name__}", None, None, None
+        yield "info", "003.G8", f"torch.compile fails: {type(error).__name__}", None, None, None
         return
     for depth, form, gates, budget, told in (
             (2, "raw", True, 1, 1), (2, "scaled", True, 1, 0), (2, "raw", False, 1, 0),
             (2, "fused", True, 1, 0), (3, "raw", True, 1, 2), (2, "raw", True, 0.8, 0)):
         with config.patch(activation_memory_budget=budget):
             more = units(depth, form, gates) - units(depth, "none", gates)
-        name = f"{form}, gate={gates}, L={depth}, {budget}"
-        yield "law", "003.G8", f"units more, compiled, {name}", told, more, 0
+        text = name(form, gates, depth) + f", budget {budget}" * (budget < 1)
+        yield "law", "003.G8", f"units more, compiled, {text}", told, more, 0
 
 
 def peaks(args):
@@ -290,12 +314,16 @@ def published(args):
     unit = 64 * 8 * UNIT
     yield "law", "003.G10", "2.00 GiB = 2 L units, L=8, B=64, in MiB", 2048, 2 * 8 * unit, 0
     yield "info", "003.G10", "2.00 GiB = ceil(L/2) units, L=8, B=64", 2048, 4 * unit, None
-    yield "control", "003.G10", "+24.0 MB = ceil(L/2) units, L=6", None, 3 * 96 - 24.0, 0.1
+    for law, units in (("ceil(L/2)", 3), ("2 L", 12)):
+        yield "control", "003.G10", f"+24.0 MB = {law} units, L=6", None, units * 96 - 24.0, 0.1
     yield "law", "003.G11", "2.00 GiB = q and k of 8 layers, in MiB", 2048, 2 * 8 * unit, 0
     for arm, (scores, mean, sd) in SCORES.items():
-        yield "law", "003.N2", f"mean of {arm}", mean, fmean(scores), 2 * ROUND
         if sd:
+            yield "law", "003.N2", f"mean of {arm}", mean, fmean(scores), 2 * ROUND
             yield "law", "003.N2", f"deviation of {arm}", sd, stdev(scores), 2.23 * ROUND
+    for arm, mean in PAIRS.items():
+        yield ("law", "003.N2", f"mean of {arm}, seeds 42 and 47", mean, fmean(SCORES[arm][0][:2]),
+               2 * ROUND)
     for arm, other, mean in CONTRASTS:
         d = [a - b for a, b in zip(SCORES[arm][0], SCORES[other][0], strict=False)]
         yield "law", "003.N4", f"mean of {arm} - {other}, n={len(d)}", mean, fmean(d), 3 * ROUND
@@ -304,23 +332,35 @@ def published(args):
 
 
 def agreement(args):
-    """N1, N3, N5, N7-N10, P6: which other published numbers agree."""
+    """N1, N3, N5-N12, P6: which other published numbers agree."""
     k = [nats / score / math.log(2) for score, nats in NATS]
     slack = 2 * max(v * ROUND * (1 / n + 1 / b) for v, (b, n) in zip(k, NATS, strict=True))
     yield "law", "003.N1", "bytes a token, spread of 10 pairs", 0, max(k) - min(k), slack
-    base, stop, both, exp = (SCORES[a][0] for a in ("baseline", "stopped", "composed", "exp"))
+    base, stop, both, exp, untied, head = (SCORES[a][0] for a in (
+        "baseline", "stopped", "composed", "exp", "untied exp", "temperature"))
     seed_47, means = ((both - base) / (ALONE - base + stop - base) for base, stop, both in (
         (base[1], stop[1], both[1]), map(fmean, (base, stop, both))))
     yield "law", "003.N5", "92.5% additive: seed 47", 0.925, seed_47, 0.0015
-    yield "info", "003.N5", "92.5% additive: means of 3 seeds", 0.925, means, None
-    yield "info", "003.N3", "exp with .993623", 0.993203, fmean((exp[0], 0.993623, exp[2])), None
-    yield "info", "003.N10", "mean of exp, .9927 in the title", 0.9927, fmean(exp), None
-    yield "info", "003.N7", "L=6, unfused - fused, one function", 0, 1.046738 - 1.046474, None
     gain = fmean((1.046474 - 1.051328, 1.045627 - 1.046847))
     yield "law", "003.N8", "L=6, mean gain of 2 seeds", -0.003037, gain, 3 * ROUND
     yield "law", "003.N9", "953 2^19 tokens, in millions", 499.6, 953 * 2**19 / 1e6, 0.05
-    yield "info", "003.P6", "s^2 - stopped, mean of 3 seeds", None, 0.993667 - fmean(stop), None
-    yield "info", "003.P6", "s^2 - stopped, seed 47", None, 0.993215 - stop[1], None
+    yield "law", "003.N9", "2 gains, 8 layers 4 heads 64 planes", 4096, 2 * 8 * 4 * 64, 0
+    share_42, share_47 = ((base[i] - head[i]) / (base[i] - stop[i]) for i in (0, 1))
+    for id, text, told, value in (
+            ("N1", "bytes a token, mean of 10 pairs", None, fmean(k)),
+            ("N3", "exp with .993623", 0.993203, fmean((exp[0], 0.993623, exp[2]))),
+            ("N4", "(temperature-baseline)/(stopped-baseline), 42", None, share_42),
+            ("N4", "(temperature-baseline)/(stopped-baseline), 47", None, share_47),
+            ("N5", "92.5% additive: means of 3 seeds", 0.925, means),
+            ("N6", "mean of exp - untied exp, n=2", None, fmean(exp[:2]) - fmean(untied)),
+            ("N7", "L=6, unfused - fused, one function", 0, 1.046738 - 1.046474),
+            ("N10", "mean of exp, .9927 in the title", 0.9927, fmean(exp)),
+            *(("N11", f"seconds, {text}", None, a / b) for text, a, b in SECONDS),
+            ("N12", "W_Q's spread in layer 7, seed 47 - seed 42", None, SPREADS[0] - SPREADS[1]),
+            ("N12", "W_Q's spread in layer 7, seed 42 - per plane", None, SPREADS[1] - SPREADS[2]),
+            ("P6", "s^2 - stopped, mean of 3 seeds", None, 0.993667 - fmean(stop)),
+            ("P6", "s^2 - stopped, seed 47", None, 0.993215 - stop[1])):
+        yield "info", f"003.{id}", text, told, value, None
 
 
 def options(parser):
@@ -335,7 +375,7 @@ def measure(args):
     L = partial(F.cross_entropy, target=target)
     yield gradients(args, h, g, W, L)
     yield trajectories(args, norm(h), g, W, L)
-    yield certificate(args, norm(h), g, W)
+    yield certificate(args, norm(h), g, W, L)
     yield memory(args)
     if args.compile:
         yield compiled(args)

@@ -1535,6 +1535,11 @@ def test_muon_predicts_what_the_closed_forms_say():
     assert told["norm law without <P,W>"][0] == pytest.approx(31 / 32 / 32 * 5 / 6, rel=1e-5)
     assert told["-cos(P,W), s of W equal: 1-2/r"] == (pytest.approx(5 / 6, rel=1e-5), eps)
     assert told["-cos(P,X), P = polar of Sinkhorn(X)"][0] == pytest.approx(0.1614142, rel=1e-5)
+    interval = {r["quantity"].replace(" p(s) of s in [.001,1]", ""): r["measured"] for r in found
+                if r["kind"] == "info"}
+    assert interval == pytest.approx({
+        "least, Polar Express": 0.8589, "greatest, Polar Express": 1.1411,
+        "least, optim.Muon": 0.4705, "greatest, optim.Muon": 1.2024}, abs=1e-4)
     # the cubes of an s below 989e-9 are 1e-12 of it
     assert told["p(s)/s of s = 1e-09, Polar Express"] == (
         pytest.approx(989.468, rel=1e-5), pytest.approx(989.468e-12 * 0.979, rel=1e-3))

@@ -124,8 +124,15 @@ def adam_terms(b1, b2):
 
 
 def polar(X):
-    """U V^T of each matrix X = U S V^T, on the host."""
-    U, _, V = torch.linalg.svd(X.detach().cpu().double(), full_matrices=False)
+    """U V^T of each matrix X = U S V^T, on the host; (X X^T)^-1/2 X where X is wide and sound."""
+    if X.shape[-2] > X.shape[-1]:
+        return polar(X.mT).mT
+    x = host(X)
+    if 2 * x.shape[-2] <= x.shape[-1]:
+        L, Q = torch.linalg.eigh(x @ x.mT)
+        if (L[..., 0] > 1e-4 * L[..., -1]).all():  # else it rounds by eps max S^2/min S^2
+            return (Q @ (Q.mT @ x / L.sqrt()[..., None])).to(X)
+    U, _, V = torch.linalg.svd(x, full_matrices=False)
     return (U @ V).to(X)
 
 
@@ -346,20 +353,31 @@ def column(args, values):
     return torch.tensor(values, dtype=args.dtype, device=args.device)[:, None, None]
 
 
-def walk(args, h, norm, burn=BURN, steps=STEPS, count=REPLICAS, own=False, noise=tangent,
+def walk(args, hs, norms, burn=BURN, steps=STEPS, count=REPLICAS, own=False, noise=tangent,
          hold=False):
-    """(|w|^2, |w+ - w|^2) after burn, (steps + 1, count), (steps, count); |w| = norm if hold."""
-    w, R2, D2 = norm * unit(args.draw(count, *h.shape)), [], []
-    step, s = stepper(h, w, own), h.grad / (math.prod(h.shape) - (noise is tangent)) ** 0.5
+    """|w|^2 and |w+ - w|^2 after burn: (len(hs), steps + 1, count) and (len(hs), steps, count).
+
+    hs have one shape and see one draw a step. Their lr, wd, grad and the norms are numbers or
+    columns. hold keeps |w| while it burns in.
+    """
+    shape, start = hs[0].shape, unit(args.draw(count, *hs[0].shape))
+    whole, free = torch.stack([norm * start for norm in norms]), math.prod(shape)
+    s = torch.stack([h.grad + 0 * start[:, :1, :1] for h in hs]) / (
+        free - (noise is tangent)) ** 0.5
+    ws, radius, R2, D2 = list(whole), inner(whole, whole).sqrt(), [], []
+    each = [stepper(h, w, own) for h, w in zip(hs, ws, strict=True)]  # of views of whole
     for t in range(burn + steps):
         if hold and t <= burn:
-            w.copy_(norm * unit(w))
-        r2, before = inner(w, w), w.clone()
-        step(noise(s * args.draw(*w.shape), w) / r2.sqrt())
+            whole.copy_(radius * unit(whole))
+        r2, before = inner(whole, whole), whole.clone()
+        g = noise(s * args.draw(count, *shape), whole) / r2.sqrt()
+        for step, part in zip(each, g, strict=True):
+            step(part)
         if t >= burn:
             R2.append(r2)
-            D2.append(inner(w - before, w - before))
-    return host(torch.stack([*R2, inner(w, w)])).flatten(1), host(torch.stack(D2)).flatten(1)
+            D2.append(inner(whole - before, whole - before))
+    R2.append(inner(whole, whole))
+    return [host(torch.stack(v, 1)).flatten(2) for v in (R2, D2)]
 
 
 def settled(R2, D2, x, k):
@@ -372,20 +390,22 @@ def settled(R2, D2, x, k):
     return R, D2.sum(0) / (R2[1:] + R2[:-1]).sum(0)
 
 
-def equilibrium(args, name, points):
-    """B14, B16, B23: R and t of one optimizer, predicted and walked; the published forms beside."""
-    h, id = SETTINGS[name], "001.B16" if name.startswith("sgd") else "001.B23"
-    e = predict(h)
-    R2, D2 = walk(args, h, 1.1 * e.norm)
-    R, turn = (float(v.mean()) for v in settled(R2, D2, e.x, e.k))
-    rows = (("001.B14", "R", e.norm, R), (id, "t", angle(e.turn), angle(turn)))
-    off, forms = bounds(h, e, REPLICAS * math.prod(SHAPE), STEPS), published(h)
-    for (id, symbol, told, seen), bound, form in zip(rows, off, forms, strict=True):
-        yield "law", id, f"{symbol}, {name}", told, seen, bound * told
-        yield "info", id, f"published {symbol} / {symbol}, {name}", None, form / told, None
-    points.append((name, e.norm, R, angle(e.turn), angle(turn)))
-    if name == "adamw":
-        yield split(h, e, R2, D2, off)
+def equilibrium(args, points):
+    """B14, B16, B23: R and t of each optimizer, predicted and walked; published forms beside."""
+    hs = list(SETTINGS.values())
+    es = [predict(h) for h in hs]
+    R2, D2 = walk(args, hs, [1.1 * e.norm for e in es])
+    for name, h, e, r2, d2 in zip(SETTINGS, hs, es, R2, D2, strict=True):
+        id = "001.B16" if name.startswith("sgd") else "001.B23"
+        R, turn = (float(v.mean()) for v in settled(r2, d2, e.x, e.k))
+        rows = (("001.B14", "R", e.norm, R), (id, "t", angle(e.turn), angle(turn)))
+        off, forms = bounds(h, e, REPLICAS * math.prod(SHAPE), STEPS), published(h)
+        for (id, symbol, told, seen), bound, form in zip(rows, off, forms, strict=True):
+            yield "law", id, f"{symbol}, {name}", told, seen, bound * told
+            yield "info", id, f"published {symbol} / {symbol}, {name}", None, form / told, None
+        points.append((name, e.norm, R, angle(e.turn), angle(turn)))
+        if name == "adamw":
+            yield split(h, e, r2, d2, off)
 
 
 def split(h, e, R2, D2, off):
@@ -478,7 +498,7 @@ def tangency(args):
     x, R = h.lr * h.wd, predict(h).norm
     for name, noise, energy, radial in (("tangent", tangent, 1, 0),
                                         ("isotropic", lambda z, w: z, 1 + 1 / (d - 1), 2 / x)):
-        R2, _ = walk(args, h._replace(grad=energy**0.5), R, count=count, noise=noise)
+        (R2,), _ = walk(args, [h._replace(grad=energy**0.5)], [R], count=count, noise=noise)
         gained = (2 * x - x * x) * R2[:-1].mean() + (R2[-1] - R2[0]).mean() / STEPS
         yield ("law", "001.B13", f"energy gained / tangent energy, {name} noise", energy,
                gained / (h.lr**2 * (1 / R2[:-1]).mean()),
@@ -490,14 +510,16 @@ def slopes(y, *columns):
     return np.linalg.lstsq(np.stack([np.ones(len(y)), *columns], 1), y, rcond=None)[0][1:]
 
 
-def grid(args, hs):
-    """(Equilibria, log R, log t), a walk for each of the Settings of one optimizer."""
-    es = [predict(h) for h in hs]
-    each = {k: column(args, [getattr(h, k) for h in hs]) for k in ("lr", "wd", "grad")}
-    norm = 1.1 * column(args, [e.norm for e in es])
-    R2, D2 = walk(args, hs[0]._replace(**each), norm, count=len(hs), own=True)
-    R, turn = settled(R2, D2, torch.tensor([e.x for e in es]), es[0].k)
-    return es, np.log(R.numpy()), np.log(2 * np.arcsin(np.sqrt(turn.numpy() / 2)))
+def grid(args, *families):
+    """(Equilibria, log R, log t) of each family, Settings of one optimizer with a walk each."""
+    es = [[predict(h) for h in hs] for hs in families]
+    hs = [hs[0]._replace(**{k: column(args, [getattr(h, k) for h in hs])
+                            for k in ("lr", "wd", "grad")}) for hs in families]
+    norms = [1.1 * column(args, [e.norm for e in family]) for family in es]
+    walked = walk(args, hs, norms, count=len(families[0]), own=True)
+    for family, R2, D2 in zip(es, *walked, strict=True):
+        R, turn = settled(R2, D2, torch.tensor([e.x for e in family]), family[0].k)
+        yield family, np.log(R.numpy()), np.log(2 * np.arcsin(np.sqrt(turn.numpy() / 2)))
 
 
 def exponents(args):
@@ -505,7 +527,7 @@ def exponents(args):
     values = [(lr / 10, wd / 10, G) for lr in (0.5, 1, 2) for wd in (0.5, 1, 2)
               for G in (0.5, 1, 2)]
     hs = [Setting("sgdw", lr, wd, grad=G) for lr, wd, G in values]
-    es, R, _ = grid(args, hs)
+    (es, R, _), = grid(args, hs)
     logs = np.log(np.array(values)).T
     off = 2 * bounds(hs[0], es[0], 27 * math.prod(SHAPE), STEPS)[0] / logs[0].std()
     for id, what, told, slope in zip(("001.B17", "001.B18", "001.B16"), ("lr", "wd", "G"),
@@ -518,7 +540,7 @@ def knob(args):
     """B20, B27: over lr and wd, the product sets AdamW's rotation and the ratio its norm."""
     values = [(x, r) for x in (0.01, 0.02, 0.04) for r in (1 / 16, 1 / 4, 1)] * 5
     hs = [Setting("adamw", (x * r) ** 0.5, (x / r) ** 0.5) for x, r in values]
-    es, R, t = grid(args, hs)
+    (es, R, t), = grid(args, hs)
     off, logs = bounds(hs[0], es[0], 45 * math.prod(SHAPE), STEPS), np.log(np.array(values)).T
     told_R, told_t = np.log([(e.norm, angle(e.turn)) for e in es]).T
     for id, symbol, told, seen in (("001.B20", "t", told_t, t), ("001.B27", "R", told_R, R)):
@@ -532,9 +554,10 @@ def knob(args):
 
 def layers(args):
     """B25, B28: one lr, gradients 16 times apart: one rotation, but for Adam with L2."""
-    for name, id in (("sgdw", "001.B28"), ("adamw", "001.B28"), ("adam", "001.B25")):
-        h = (SETTINGS.get(name) or SETTINGS["sgd"])._replace(name=name)
-        es, _, t = grid(args, [h._replace(grad=g) for g in (0.25, 4.0) for _ in range(16)])
+    ids = {"sgdw": "001.B28", "adamw": "001.B28", "adam": "001.B25"}
+    hs = [(SETTINGS.get(name) or SETTINGS["sgd"])._replace(name=name) for name in ids]
+    walks = grid(args, *([h._replace(grad=g) for g in (0.25, 4.0) for _ in range(16)] for h in hs))
+    for (name, id), h, (es, _, t) in zip(ids.items(), hs, walks, strict=True):
         off = bounds(h, min(es, key=lambda e: e.x), 16 * math.prod(SHAPE), STEPS)[1]
         told = angle(es[-1].turn) / angle(es[0].turn)
         yield ("law", id, f"t at G=4 / t at G=1/4, {name.replace('sgdw', 'sgd')}", told,
@@ -566,31 +589,31 @@ def symmetry(args):
            inner(other - w, other - w).sqrt().mean(), C_PATH * torch.finfo(args.dtype).eps)
 
 
-def budgeted(h, u, step, w, g):
-    """(residual, |w|^2, |w+ - w|^2, |w|^2|g|^2) of one step, its displacement typed beforehand."""
-    W, du, a = w.clone(), u(g, w), 1 if h.name in COUPLED else 1 - h.lr * h.wd
-    step(g)
-    W, du, w, g = (host(v) for v in (W, h.lr * du, w, g))
+def budget(a, W, du, w, g):
+    """(residual, |W|^2, |w - W|^2, |W|^2|g|^2) of a step from W to w = a W - du, du typed."""
+    W, du, w, g = (host(v) for v in (W, du, w, g))
     R2, moved, after = inner(W, W), inner(du, du), inner(w, w)
     gap = (after - (a * a * R2 - 2 * a * inner(du, W) + moved)).abs() / (R2 + moved)
-    return gap.max(), R2, inner(w - W, w - W), R2 * inner(g, g)
+    return gap, R2, inner(w - W, w - W), R2 * inner(g, g)
 
 
 def survey(args):
     """B14, B23 on a real loss: every optimizer's budget closes; how far the walk's R, t hold."""
-    school, hs = Teacher(args.draw), {n: h._replace(shape=(N, N)) for n, h in SETTINGS.items()}
-    ws = {n: predict(h).norm * unit(args.draw(RUNS, N, N)) for n, h in hs.items()}
-    tools = {n: (h, update(h), stepper(h, ws[n]), ws[n]) for n, h in hs.items()}
-    seen = {n: [] for n in hs}
+    school, hs, seen = Teacher(args.draw), [h._replace(shape=(N, N)) for h in SETTINGS.values()], []
+    whole = torch.stack([predict(h).norm * unit(args.draw(RUNS, N, N)) for h in hs])
+    tools = [(h, update(h), stepper(h, w), w) for h, w in zip(hs, list(whole), strict=True)]
+    a = np.array([1 if h.name in COUPLED else 1 - h.lr * h.wd for h in hs])[:, None, None, None]
     for _ in range(BURN + BURN // 3):
-        G = school.gradient(torch.stack(list(ws.values())), *school.batch())
-        for name, g in zip(ws, G, strict=True):
-            seen[name].append(budgeted(*tools[name], g))
-    for name, h in hs.items():
-        gap, R2, D2, g2 = (torch.stack(v) for v in zip(*seen[name], strict=True))
-        yield ("identity", "001.B14", f"|R+^2-budget|/R^2, real loss, {name}", 0, gap.max(),
+        g, W = school.gradient(whole, *school.batch()), whole.clone()
+        du = torch.stack([h.lr * u(part, w) for (h, u, _, w), part in zip(tools, g, strict=True)])
+        for (*_, step, _), part in zip(tools, g, strict=True):
+            step(part)
+        seen.append(budget(torch.tensor(a), W, du, whole, g))
+    gap, R2, D2, g2 = (torch.stack(v, 1) for v in zip(*seen, strict=True))  # (len, steps, RUNS, ..)
+    late = [v[:, BURN // 2:] for v in (R2, D2, g2)]
+    for name, h, worst, R2, D2, g2 in zip(SETTINGS, hs, gap, *late, strict=True):
+        yield ("identity", "001.B14", f"|R+^2-budget|/R^2, real loss, {name}", 0, worst.max(),
                C_STEP * torch.finfo(args.dtype).eps)
-        R2, D2, g2 = (v[BURN // 2:] for v in (R2, D2, g2))
         e = predict(h._replace(grad=float(g2.mean()) ** 0.5))
         t = angle(float(D2[:-1].sum() / (R2[1:] + R2[:-1]).sum()))
         R = float(R2.mean()) ** 0.5
@@ -752,7 +775,7 @@ def rehearsal(args):
     burn = min(math.ceil(8 / (1 - impulse(h)[2])), MOST)
     steps = args.steps or min(max(math.ceil(10 * max(rates(h, e))), 2000), MOST)
     steps = steps if args.simulate else BURN
-    R2, D2 = walk(args, h, e.norm, burn=burn, steps=steps, count=count, hold=True)
+    (R2,), (D2,) = walk(args, [h], [e.norm], burn=burn, steps=steps, count=count, hold=True)
     R, turn = (float(v.mean()) for v in settled(R2, D2, e.x, e.k))
     off, where = bounds(h, e, count * m * n, steps), f"on {steps} steps of {count} {m}x{n}"
     yield "law", "001.B23", f"t {where}", angle(e.turn), angle(turn), off[1] * angle(e.turn)
@@ -788,7 +811,7 @@ def measure(args):
     yield "one step: what the gradient and the decay do to the norm"
     yield from (part(args) for part in (one_step, scales))
     yield "equilibrium on a tangent random walk; the published leading order beside"
-    yield from (equilibrium(args, name, points) for name in SETTINGS)
+    yield equilibrium(args, points)
     yield "what the noise, lr, wd and the size of the gradient decide"
     yield from (part(args) for part in (tangency, exponents, knob, layers))
     yield "on a real loss: bitwise symmetry, exact budget, where the walk stops predicting"

@@ -1099,6 +1099,16 @@ def test_polar_factor_by_hand():
     assert eq.polar(X).dtype == torch.float32
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (8, 32), (32, 8), (4, 7), (1, 9)])
+def test_polar_factor_of_any_aspect_ratio_and_spread(shape):
+    rank, X = min(shape), draws(3)(6, *shape)
+    U, _, V = torch.linalg.svd(X, full_matrices=False)
+    for power, within in ((0, 1e-14), (0.5, 1e-13), (6, 1e-8)):  # 1e-4 by (X X^T)^-1/2
+        S = torch.logspace(0, -power, rank, dtype=torch.float64)
+        torch.testing.assert_close(eq.polar(U * S @ V), U @ V, rtol=0, atol=within)
+    assert eq.polar(torch.zeros(2, *shape)).isfinite().all()
+
+
 @pytest.mark.parametrize("shape", [(48, 96), (64, 64)])
 def test_quintic_energy_is_that_of_torchs_muon(shape):
     w, ratios = torch.zeros(*shape), []
@@ -1228,8 +1238,8 @@ def test_noise_is_tangent_and_of_the_told_size():
         seen.append((eq.tangent(z, w), w.clone()))
         return seen[-1][0]
     h = Setting("sgd", 0.1, 0.2, grad=3.0)
-    eq.walk(given(0), h, 2.0, burn=0, steps=40, count=16)
-    eq.walk(given(0), h, 2.0, burn=0, steps=1, count=400, noise=spy)
+    eq.walk(given(0), [h], [2.0], burn=0, steps=40, count=16)
+    eq.walk(given(0), [h], [2.0], burn=0, steps=1, count=400, noise=spy)
     z, w = seen[0]
     cosine = eq.inner(z, w) / (eq.inner(z, z) * eq.inner(w, w)).sqrt()
     assert float(cosine.abs().max()) < 1e-14
@@ -1239,15 +1249,28 @@ def test_noise_is_tangent_and_of_the_told_size():
 
 def test_walk_returns_norms_and_moves():
     h = Setting("sgd", 0.0, 0.0)
-    R2, D2 = eq.walk(given(0), h, 2.0, burn=3, steps=5, count=4)
-    assert R2.shape == (6, 4) and D2.shape == (5, 4) and R2.dtype == torch.float64
+    R2, D2 = eq.walk(given(0), [h, h], [2.0, 2.0], burn=3, steps=5, count=4)
+    assert R2.shape == (2, 6, 4) and D2.shape == (2, 5, 4) and R2.dtype == torch.float64
     torch.testing.assert_close(R2, torch.full_like(R2, 4.0))
     assert not D2.any()
     h = Setting("sign", 0.1, 0.5)
-    R2, D2 = eq.walk(given(0), h, 3.0, burn=7, steps=1, count=4, hold=True)
-    torch.testing.assert_close(R2[0], torch.full_like(R2[0], 9.0))
-    free, _ = eq.walk(given(0), h, 3.0, burn=7, steps=1, count=4)
-    assert (free[0] > 10).all()
+    R2, D2 = eq.walk(given(0), [h, h], [3.0, 5.0], burn=7, steps=1, count=4, hold=True)
+    for r2, told in zip(R2, (9.0, 25.0), strict=True):
+        torch.testing.assert_close(r2[0], torch.full_like(r2[0], told))
+    free, _ = eq.walk(given(0), [h], [3.0], burn=7, steps=1, count=4)
+    assert (free[0, 0] > 10).all()
+
+
+def test_settings_that_walk_together_walk_as_if_alone():
+    lr = torch.tensor([0.05, 0.1, 0.02])[:, None, None].double()
+    hs = [Setting("sgd", 0.1, 0.2, grad=2.0), Setting("adamw", lr, 0.4), Setting("lion", 0.05, 0.4)]
+    norms = [1.5, 20 * lr, 3.0]
+    for noise in (eq.tangent, lambda z, w: z):
+        how = {"burn": 4, "steps": 6, "count": 3, "noise": noise, "own": True}
+        R2, D2 = eq.walk(given(0), hs, norms, **how)
+        for i in range(3):
+            r2, d2 = eq.walk(given(0), hs[i:i + 1], norms[i:i + 1], **how)
+            torch.testing.assert_close((r2[0], d2[0]), (R2[i], D2[i]), rtol=1e-13, atol=0)
 
 
 def test_settled_removes_the_drift():
@@ -1271,7 +1294,7 @@ def test_settled_removes_the_drift():
 def test_stated_standard_errors_bound_the_spread_over_replicas(name):
     h = eq.SETTINGS[name]._replace(shape=(4, 8))
     e = eq.predict(h)
-    R2, D2 = eq.walk(given(3), h, e.norm, burn=100, steps=200, count=200)
+    (R2,), (D2,) = eq.walk(given(3), [h], [e.norm], burn=100, steps=200, count=200)
     R, turn = eq.settled(R2, D2, e.x, e.k)
     beyond = (2 / e.k) ** 2 / 64 + (0.0025 if name == "adamw" else 0)
     stated = [(b - beyond) / 5 for b in eq.bounds(h, e, 32, 200)]
@@ -1527,9 +1550,9 @@ def test_expected_slopes_are_the_square_roots(whole):
 def test_simulation_walks_ten_memories_unless_told(monkeypatch):
     seen = []
 
-    def walk(args, h, norm, **how):
+    def walk(args, hs, norms, **how):
         seen.append((how["burn"], how["steps"]))
-        return torch.ones(3, 2), torch.ones(2, 2)
+        return torch.ones(1, 3, 2), torch.ones(1, 2, 2)
     monkeypatch.setattr(eq, "walk", walk)
     argv = "--optimizer sgdw --lr 1 --shape 6x6 --momentum .5 --simulate --wd".split()
     for wd, steps in (("0.002", 4995), ("0.3", 2000), ("1e-6", 20000)):

@@ -59,10 +59,13 @@ LARGE = 0.1  # eps that breaks the invariance in every dtype
 C_LEAK = 50  # x eps: the next order is eps / ms, and the smallest ms of all rows is near 1/30
 REPEAT = 64  # x eps |L|, between two calls of one seed: what a parallel sum may differ by
 WIDTH = 43  # columns for a symmetry in words
-FLOOR = 1e-20  # where a plot draws a cosine of 0
+FLOOR = 1e-3  # x band, where a plot draws a cosine of 0
+PICTURES = (".png", ".pdf", ".svg")
 C_LOSS = 4  # x band, of |L(c^a W) - L(W)| / max|L|
 CEILING = 9e-4  # no dtype widens that bound further
 PATIENCE = 5.0  # s between reports of progress
+FINE = 2.0**-21  # relative step of the weights: 4 eps of float32, where its roundings change
+ROUGH = 2.0**13  # x eps, of the fourth difference of L: beyond float64, far below float32
 
 # norms in, out, after, embed; QK-norm; MLP; kinds that are invariant; symmetries, and per head
 VARIANTS = {
@@ -153,7 +156,7 @@ def built_in(args, variant):
     cuts = {f"{i}.{name}": (HEADS, int(name == "o")) for i in range(LAYERS) for name in "qkvo"}
     return SimpleNamespace(about=f"built-in {variant}: d={D} heads={HEADS} hidden={HIDDEN}",
                            params=P, loss=loss, cuts=cuts, optimizer=None, buffers=[], frozen=[],
-                           dtype=args.dtype, tied={})
+                           dtype=args.dtype, tied={}, seed=args.seed, short=variant)
 
 
 def guest(what, call, *given):
@@ -161,12 +164,13 @@ def guest(what, call, *given):
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), torch.enable_grad():
             return call(*given)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
     finally:
-        sys.path.remove(here)
+        if here in sys.path:
+            sys.path.remove(here)
 
 
 def value(subject, seed):
@@ -179,7 +183,8 @@ def value(subject, seed):
         raise ValueError(f"loss({seed}) does not depend on any trainable parameter")
     if not out.detach().isfinite().all():
         raise ValueError(f"loss({seed}) is {out.item()}, not finite")
-    return out.reshape(())
+    with torch.enable_grad():
+        return out.reshape(())
 
 
 def subject_of(build, file):
@@ -190,6 +195,9 @@ def subject_of(build, file):
     model, loss, optimizer = (*made, None)[:3]
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"build() returned a {type(model).__name__} first, not a torch.nn.Module")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"build() returned a {type(optimizer).__name__} third, not an optimizer: "
+                         "it has no param_groups")
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         guest("loss(0)", loss, 0)
     every = list(model.named_parameters(remove_duplicate=False))
@@ -197,14 +205,25 @@ def subject_of(build, file):
     params = {n: p for n, p in named.items() if p.requires_grad and p.numel()}
     if not params:
         raise ValueError("the model has no trainable parameter")
-    if len({p.data_ptr() for p in params.values()}) < len(params):
-        raise ValueError("two parameters share their memory: tie them as one Parameter")
+    dense(params)
     return SimpleNamespace(
-        about=f"audited: {file}", model=model, params=params, loss=loss, cuts={},
-        optimizer=optimizer, buffers=list(model.buffers()),
+        about=f"audited: {file}", short=os.path.basename(str(file)), model=model, params=params,
+        loss=loss, cuts={}, optimizer=optimizer, buffers=list(model.buffers()),
         frozen=[n for n in named if n not in params],
         dtype=max((p.dtype for p in params.values()), key=lambda t: torch.finfo(t).eps),
-        tied={n: [m for m, q in every if q is p and m != n] for n, p in params.items()})
+        tied={n: [m for m, q in every if q is p and m != n] for n, p in params.items()}, seed=0)
+
+
+def dense(params):
+    """ValueError for parameters without values, or whose numbers share their memory."""
+    for name, p in params.items():
+        if p.is_meta or p.layout != torch.strided:
+            raise ValueError(f"parameter {name} is {'meta' if p.is_meta else p.layout}: "
+                             "it must hold its numbers, densely")
+        if any(step == 0 for step, n in zip(p.stride(), p.shape, strict=True) if n > 1):
+            raise ValueError(f"numbers of parameter {name} share their memory: clone() it")
+    if len({p.data_ptr() for p in params.values()}) < len(params):
+        raise ValueError("two parameters share their memory: tie them as one Parameter")
 
 
 @contextlib.contextmanager
@@ -221,13 +240,13 @@ def untouched(subject):
                 t.grad = grad
 
 
-def shaken(subject, kept, step, seed=1):
+def shaken(subject, kept, step, turn=0):
     """Set every weight to W (1 + step N(0, 1)), entry by entry."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(subject.seed + turn)
     with torch.no_grad():
         for p, w in zip(subject.params.values(), kept, strict=False):
-            noise = step * torch.randn(w.shape, generator=generator).to(w.device)
-            p.copy_(w * (1 + noise))
+            factor = 1 + step * torch.randn(w.shape, generator=generator, dtype=torch.float64)
+            p.copy_(w * factor.to(w.dtype).to(w.device))
 
 
 def columns(subject):
@@ -271,9 +290,21 @@ def backward(subject, seed):
     return abs(out.item()), np.concatenate(rows, 1)
 
 
+def teller():
+    """tell(text): to stderr where PATIENCE seconds have passed since it last did."""
+    told = time.monotonic()
+
+    def tell(text):
+        nonlocal told
+        if time.monotonic() - told > PATIENCE:
+            told = time.monotonic()
+            print(f"audit: {text}", file=sys.stderr, flush=True)
+    return tell
+
+
 def sample(subject, batches):
     """s and size of many batches, all but the first few at weights rescaled at random; max|L|."""
-    rows, losses, draw, told = [], [], np.random.default_rng(0).normal, time.monotonic()
+    rows, losses, draw, tell = [], [], np.random.default_rng(subject.seed).normal, teller()
     with untouched(subject) as kept:
         for b in range(batches):
             rescale(subject, kept, [STEP * draw() if b >= GIVEN else 0.0 for _ in subject.params])
@@ -284,9 +315,9 @@ def sample(subject, batches):
                 loss, row = backward(subject, b)
             rows.append(row)
             losses.append(loss)
-            if time.monotonic() - told > PATIENCE:
-                told = time.monotonic()
-                print(f"audit: batch {b + 1} of {batches}", file=sys.stderr, flush=True)
+            tell(f"batch {b + 1} of {batches}")
+    if not any(losses):
+        raise ValueError("the loss is 0 at every batch: it must be seen to move with the weights")
     s, size = np.stack(rows, 1)
     return SimpleNamespace(s=s, size=size, loss=max(losses))
 
@@ -298,12 +329,31 @@ def rescale(subject, kept, t):
             p.copy_(w * math.exp(power))
 
 
-def rounding(subject):
-    """The coarsest eps among the parameters and what autograd keeps of one batch."""
+def rounding(subject, batch):
+    """The coarsest eps of what autograd keeps of one batch; in float64, only if L is as rough."""
     seen = {subject.dtype}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(t.dtype) or t, lambda t: t):
         value(subject, 0)
-    return max(torch.finfo(t).eps for t in seen if t.is_floating_point or t.is_complex)
+    own = torch.finfo(subject.dtype).eps
+    coarse = max(torch.finfo(t).eps for t in seen if t.is_floating_point or t.is_complex)
+    if own > torch.finfo(torch.float64).eps:
+        return coarse
+    if roughness(subject, batch) <= ROUGH * own:
+        return own
+    return max(coarse, torch.finfo(torch.float32).eps)
+
+
+def roughness(subject, batch):
+    """Largest |L(-2) - 4 L(-1) + 6 L(0) - 4 L(1) + L(2)| of three, over max|L| or |g||W|.
+
+    L(k) is the loss at W (1 + k FINE N(0, 1)): what is left is rounding, as FINE^4 is nothing.
+    """
+    with untouched(subject) as kept:
+        L = np.zeros((3, 5))
+        for turn, k in np.ndindex(L.shape):
+            shaken(subject, kept, (k - 2) * FINE, turn)
+            L[turn, k] = value(subject, 0).item()
+    return np.abs(L @ (1, -4, 6, -4, 1)).max() / max(batch.loss, batch.size.max())
 
 
 def find(batch, d, band, chosen):
@@ -389,7 +439,7 @@ def applied(subject, a, names, c):
 
 def moved(subject, batch, names, vectors, noise):
     """max|L(c^a W) - L(W)| / max|L| of each exponent vector, at two weights."""
-    change = np.zeros(len(vectors))
+    change, tell = np.zeros(len(vectors)), teller()
     with untouched(subject) as kept:
         for c, step in ((2.0, 0.0), (3.0 if noise < COARSE else 0.5, JITTER)):
             shaken(subject, kept, step)
@@ -406,6 +456,7 @@ def moved(subject, batch, names, vectors, noise):
                     for name in {names[i][0] for i in np.flatnonzero(a)}:
                         subject.params[name].detach().copy_(base[name])
                     change[j] = max(change[j], gap)
+                tell(f"scale {j + 1} of {len(vectors)}, c = {c:g}")
     return change
 
 
@@ -452,9 +503,9 @@ def examine(subject, batches=None, leak=0.0):
     need = int(roles.sum()) + MARGIN
     if batches and batches < need:
         raise ValueError(f"--batches {batches} is too few: {need - MARGIN} scales need {need}")
-    noise = rounding(subject)
-    band = max(BAND * noise, leak)
     batch = sample(subject, batches or need)
+    noise = rounding(subject, batch)
+    band = max(BAND * noise, leak)
     batch.floor = min(NOTHING * noise, COARSE) * batch.size.max()
     found = find(batch, d, band, fine)
     change = moved(subject, batch, names, found.basis, noise)
@@ -556,15 +607,23 @@ def control(r):
         yield "no single scale moves the loss by 1000 bounds in this dtype"
 
 
+def pace(group):
+    """lr x wd of a parameter group; None where it has no lr of its own."""
+    lr, wd = group.get("lr"), group.get("weight_decay") or 0.0
+    return None if lr is None else float(lr) * float(wd)
+
+
 def rotation(optimizer, group):
     """Radians per step of an invariant weight at equilibrium; None where lr wd leaves it open."""
-    x = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
-    kind = type(optimizer).__name__
+    x, kind, betas = pace(group), type(optimizer).__name__, group.get("betas")
+    if x is None:
+        return None
     if kind == "SGD" and not group.get("nesterov") and not group.get("dampening"):
-        return math.acos(max(-1.0, 1 - x / (1 + group["momentum"])))
-    if kind == "AdamW" or group.get("decoupled_weight_decay"):
-        beta = float(group["betas"][0])
-        return math.sqrt(2 * x * (1 - beta) / (1 + beta))
+        return math.acos(max(-1.0, 1 - x / (1 + group.get("momentum", 0.0))))
+    apart = kind.startswith("AdamW") or (
+        kind in ("Adam", "RAdam") and group.get("decoupled_weight_decay"))
+    if apart and betas:  # leading order in x
+        return math.sqrt(2 * x * (1 - float(betas[0])) / (1 + float(betas[0])))
     return None
 
 
@@ -576,23 +635,25 @@ def decayed(r):
                for i in np.flatnonzero(a)}
     for name, p in r.subject.params.items():
         group = home.get(id(p), {})
-        lr, wd = (float(group.get(key, 0.0)) for key in ("lr", "weight_decay"))
-        detail = {"lr_wd": lr * wd, "weight_decay": wd, "verdict": told[name]}
+        x, wd = pace(group), float(group.get("weight_decay") or 0.0)
+        detail = {"lr_wd": x, "weight_decay": wd, "verdict": told[name]}
         if not group:
             yield "lost", name, None, detail
         elif told[name] == "invariant" and wd:
-            yield "turn", name, rotation(r.subject.optimizer, group), detail
+            turn = rotation(r.subject.optimizer, group)
+            yield ("turn", name, turn, detail) if turn is not None else ("open", name, x, detail)
         elif told[name] == "invariant":
             yield "grow", name, float(p.detach().norm()), detail
         elif p.ndim == 1 and wd:
             role = "1 + w" if "1 + " + name in members else "w" if name in members else "other"
-            yield "gain", f"{name} ({role})", lr * wd, {**detail, "role": role}
+            yield "gain", f"{name} ({role})", x, {**detail, "role": role}
 
 
 def decay(r):
     """What weight decay does to invariant weights and to gains, by their measured role."""
     rows = list(decayed(r))
     heads = {"turn": "decay of invariant weights: rotation per step (rad), set by lr x wd",
+             "open": "decay of invariant weights: lr x wd; no closed form here for the rotation",
              "grow": "invariant, no decay: the norm only grows and the rotation dies away; |W|",
              "gain": "decay of vectors: lr x wd; w goes to 0, a gain written 1 + w to 1",
              "lost": "trainable, but not in the optimizer"}
@@ -604,12 +665,18 @@ def decay(r):
             yield "info", "audit.decay", name, None, number, None, detail
 
 
+def known(subject):
+    """Every name that --expect may match, and the tensor's first: tied ones have several."""
+    names = {n: n for n in [*subject.params, *subject.frozen]}
+    return {**names, **{m: n for n, others in subject.tied.items() for m in others}}
+
+
 def expected(args, r):
     """--expect: every tensor that a glob matches has the verdict."""
-    told = dict(zip(map(title, r.names), verdicts(r), strict=True))
-    everyone = [*r.subject.params, *r.subject.frozen]
+    told, first = dict(zip(map(title, r.names), verdicts(r), strict=True)), known(r.subject)
     for word, glob in args.expect:
-        wrong = [n for n in fnmatch.filter(everyone, glob) if told.get(n) != word]
+        wrong = [n for n in fnmatch.filter(first, glob)
+                 if told.get(first[n], "undecided") != word]
         yield ("identity", "audit.expect", f"{word}:{glob}, how many are otherwise", 0,
                len(wrong), 0, {"otherwise": wrong})
 
@@ -727,28 +794,57 @@ def laws(args):
            abs(total - s["embed"].sum()) / scale, C_RADIAL * eps)
 
 
+def order(results):
+    """Names of all tensors, each behind the one that it follows in its model."""
+    out = []
+    for r in results:
+        at = 0
+        for name in r.subject.params:
+            if name not in out:
+                out.insert(at, name)
+            at = out.index(name) + 1
+    return out
+
+
 def plot(results, path):
-    """The cosine of each tensor and its band, a panel for each model."""
+    """The cosine of each tensor beside its band: a line a tensor, a column a model."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     look = {"invariant": ("#0072B2", "o"), "not": ("#D55E00", "s"), "undecided": ("#999999", "^")}
-    wide = max(int(r.tensor.sum()) for r in results)
-    figure, axes = pyplot.subplots(len(results), 1, squeeze=False, layout="constrained",
-                                   figsize=(3 + 0.22 * wide, 3.2 * len(results)))
-    for axis, r in zip(axes[:, 0], results, strict=True):
+    lines = order(results)
+    figure, axes = pyplot.subplots(
+        1, len(results), squeeze=False, sharex=True, sharey=True, layout="constrained",
+        figsize=(max(6, 2 + 1.1 * len(results)), 1.5 + 0.2 * len(lines)))
+    for axis, r in zip(axes[0], results, strict=True):
         index = np.flatnonzero(r.tensor & ~np.isnan(r.found.cosine))
-        told = verdicts(r)
+        told, level = np.array(verdicts(r)), r.band / np.sqrt(r.d)
+        at = np.array([lines.index(n) if n in lines else 0 for n, *_ in r.names])
         for word, (colour, marker) in look.items():
-            at = [k for k, i in enumerate(index) if told[i] == word]
-            height = np.maximum(r.found.cosine[index[at]], FLOOR)
-            axis.scatter(at, height, color=colour, marker=marker, label=word)
-        axis.step(range(len(index)), r.band / np.sqrt(r.d[index]), "k--", where="mid", label="band")
-        axis.set_xticks(range(len(index)), [title(r.names[i]) for i in index], rotation=90)
-        axis.set(yscale="log", ylabel="|<g,W>| / (|g||W|), no unit", title=r.subject.about)
-        axis.legend()
-    axes[-1, 0].set_xlabel("tensor")
-    figure.savefig(path)
+            i = index[told[index] == word]
+            axis.scatter(np.maximum(r.found.cosine[i], FLOOR * level[i]), at[i], color=colour,
+                         marker=marker, s=22, label=word)
+        axis.scatter(level[index], at[index], color="k", marker="|", label="band")
+        axis.set(xscale="log", title=r.subject.short)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0, 0].set_yticks(range(len(lines)), lines)
+    axes[0, 0].invert_yaxis()
+    figure.supxlabel("|<g,W>| / (|g||W|), no unit; left of its band a tensor is invariant")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.savefig(path, dpi=120)
+
+
+def drawable(path):
+    """ValueError where --plot cannot be had."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if os.path.splitext(path)[1].lower() not in PICTURES:
+        raise ValueError(f"--plot {path}: its ending must be one of {', '.join(PICTURES)}")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"--plot {path}: no such folder")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written")
 
 
 def cut(subject, glob, H, dim):
@@ -767,10 +863,8 @@ def cut(subject, glob, H, dim):
 def prepare(args):
     """args.result: the subject, examined. ValueError for what cannot be had."""
     args.result = None
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if args.plot and not os.path.isdir(os.path.dirname(os.path.abspath(args.plot))):
-        raise ValueError(f"--plot {args.plot}: no such folder")
+    if args.plot:
+        drawable(args.plot)
     if args.model and args.variant:
         raise ValueError("give a model or --variant, not both")
     if not args.model and not args.variant:
@@ -781,7 +875,7 @@ def prepare(args):
     for given in args.heads:
         cut(subject, *given)
     for word, glob in args.expect:
-        if not fnmatch.filter([*subject.params, *subject.frozen], glob):
+        if not fnmatch.filter(known(subject), glob):
             raise ValueError(f"--expect {word}:{glob}: no parameter of that name")
     args.result = examine(subject, args.batches, args.leak)
 
@@ -789,8 +883,12 @@ def prepare(args):
 def adopted(args):
     """The user's subject, whose dtype and device args takes over; a seed must fix its loss."""
     subject = subject_of(*args.model)
+    subject.seed = args.seed
+    if args.typed:
+        raise ValueError("--dtype is for the built-in models: yours keeps the one of build()")
     if args.chosen:
         guest("model.to", subject.model.to, args.device)
+        subject.buffers = list(subject.model.buffers())
     args.device, args.dtype = next(iter(subject.params.values())).device, subject.dtype
     with untouched(subject):
         a, b = (value(subject, 0).item() for _ in range(2))

@@ -33,6 +33,7 @@ import argparse
 import functools
 import importlib.util
 import math
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ RADIAL = 1 - 2 / math.pi  # radial share of the noise of sign(tangent Gaussian),
 MOST = 20000  # steps that --simulate walks unless told otherwise
 N, BATCH, CLASSES, RUNS = 12, 16, 6, 8  # the real loss
 FITTED, SPIKED = 1e-5, 0.05  # losses of a run that had fitted its batch, and has lost it again
+PICTURES = (".png", ".pdf", ".svg")
 C_STEP = 16  # x eps: one torch update, |w+|^2 against its typed terms
 C_PATH = 32  # x eps: 40 steps that should end in the same direction
 
@@ -403,7 +405,7 @@ def equilibrium(args, points):
         for (id, symbol, told, seen), bound, form in zip(rows, off, forms, strict=True):
             yield "law", id, f"{symbol}, {name}", told, seen, bound * told
             yield "info", id, f"published {symbol} / {symbol}, {name}", None, form / told, None
-        points.append((name, e.norm, R, angle(e.turn), angle(turn)))
+        points.append((name, (e.norm, R, forms[0]), (angle(e.turn), angle(turn), forms[1])))
         if name == "adamw":
             yield split(h, e, r2, d2, off)
 
@@ -695,9 +697,10 @@ def prepare(args):
     own = "lr wd shape betas momentum nesterov grad adjust steps".split()
     given = [k for k in own if getattr(args, k) is not None] + ["simulate"] * args.simulate
     args.setting, name = None, args.optimizer
-    if args.plot and (name or not importlib.util.find_spec("matplotlib")):
-        raise ValueError("--plot shows all optimizers: leave out --optimizer" if name else
-                         "--plot needs matplotlib: pip install matplotlib")
+    if args.plot and name:
+        raise ValueError("--plot shows all optimizers: leave out --optimizer")
+    if args.plot:
+        drawable(args.plot)
     if name is None and given:
         raise ValueError(f"--{given[0]} needs --optimizer, one of {', '.join(TAKES)}")
     if name is None:
@@ -784,20 +787,45 @@ def rehearsal(args):
 
 
 def plot(path, points):
-    """Predicted against measured R and t of every optimizer, to a file."""
+    """Predicted, measured and published R and t of every optimizer, to a file."""
     import matplotlib
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 5))
-    for ax, i, label in zip(axes, (1, 3), ("R", "t, radians a step"), strict=True):
-        for point in points:
-            ax.loglog(point[i], point[i + 1], "o", label=point[0])
-        ends = [f(p[i] for p in points) for f in (min, max)]
-        ax.loglog(ends, ends, "k:")
-        ax.set(xlabel=f"{label}, predicted", ylabel=f"{label}, measured")
-    axes[0].legend(fontsize="small")
-    figure.savefig(path)
-    yield "info", "001.B14", "optimizers in the plot", None, len(points), None
+    from matplotlib import pyplot, ticker
+    look = (("predicted", "o", "k", "none"), ("measured", ".", "#0072B2", "#0072B2"),
+            ("published, leading order", "x", "#D55E00", "#D55E00"))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
+    labels = "R = |w| at equilibrium, in units of w", "t, rotation in radians per step"
+    for ax, i, label in zip(axes, (1, 2), labels, strict=True):
+        for k, (word, marker, edge, face) in enumerate(look):
+            ax.semilogx([p[i][k] for p in points], range(len(points)), marker, label=word,
+                        markersize=10 if marker == "o" else 7, markeredgecolor=edge,
+                        markerfacecolor=face)
+        for line, p in enumerate(points):
+            ax.annotate(f"{p[i][1] / p[i][0] - 1:+.2%}", (1.01, line), va="center",
+                        xycoords=("axes fraction", "data"), fontsize="small")
+        ax.set(xlabel=label)
+        ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(ticker.NullFormatter())
+        ax.set_title("measured / predicted - 1", loc="right", fontsize="small")
+        ax.grid(axis="y", alpha=0.3)
+    axes[0].set_yticks(range(len(points)), [p[0] for p in points])
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=120)
+
+
+def drawable(path):
+    """ValueError where --plot cannot be had."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if os.path.splitext(path)[1].lower() not in PICTURES:
+        raise ValueError(f"--plot {path}: its ending must be one of {', '.join(PICTURES)}")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"--plot {path}: no such folder")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written")
 
 
 def measure(args):
@@ -817,7 +845,8 @@ def measure(args):
     yield "on a real loss: bitwise symmetry, exact budget, where the walk stops predicting"
     yield from (part(args) for part in (symmetry, survey, collapse, fault))
     if args.plot:
-        yield plot(args.plot, points)
+        plot(args.plot, points)
+        yield f"wrote {args.plot}"
 
 
 if __name__ == "__main__":

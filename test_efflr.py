@@ -16,6 +16,7 @@ from torch import nn
 import audit
 import equilibrium as eq
 import report
+import test_report
 from equilibrium import Setting
 from report import drawer as draws
 
@@ -444,6 +445,41 @@ def test_the_band_is_that_of_the_coarsest_arithmetic_inside(kw, noise):
     assert noise > 1e-4 or verdict(r, "layers.1.v.weight") == "not"
 
 
+class Single(torch.autograd.Function):
+    """N in float32 that leaves autograd nothing to see."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.z = z.detach().float()
+        return N(ctx.z).double()
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            z = ctx.z.requires_grad_()
+            return torch.autograd.grad((N(z) * g.float()).sum(), z)[0].double()
+
+
+def test_float32_that_autograd_does_not_keep_is_found_by_the_roughness_of_the_loss():
+    tensors, t = {"W": draw(4, 8), "g": draw(8, seed=1), "V": draw(8, 3, seed=2)}, F32
+    r = examine(simple(tensors, lambda x, W, g, V: (Single.apply(x @ W) * g @ V).square().mean()))
+    assert r.noise == 2.0**-23 and verdict(r, "W") == "invariant"
+    assert symmetries(r) == {"W", "g against V"}
+    table = torch.linspace(0.5, 1.5, 8, dtype=t)  # kept in float32, used in float64
+    r = examine(simple(tensors, lambda x, W, g, V: (N(x @ W) * table * g @ V).square().mean()))
+    assert r.noise == 2.0**-52 and symmetries(r) == {"W", "g against V"} and r.found.gap > 1e13
+
+
+def test_the_fourth_difference_tells_smooth_from_rough():
+    batch = audit.SimpleNamespace(loss=1.0, size=np.ones((1, 1)))
+    for f, low, high in ((lambda x, w: w.exp().sum() ** 4 / 1e3, 0, 1e-12),
+                         (lambda x, w: w.float().exp().sum().double(), 1e-9, 1e-5),
+                         (lambda x, w: (w.exp() * 2.0**40).round().sum() / 2.0**40, 1e-13, 1e-10)):
+        subject = audit.subject_of(simple({"w": draw(9)}, f), "")
+        subject.loss = lambda seed, f=f, subject=subject: f(None, **subject.params)
+        assert low <= audit.roughness(subject, batch) <= high
+
+
 def test_a_leak_is_not_excused_but_shown_and_counted_on_request():
     exact, leaky = examine(language(qk="gains")), examine(language(qk="gains", eps=1e-6))
     assert leaky.band == exact.band and verdict(leaky, "layers.0.q.weight") == "not"
@@ -645,6 +681,11 @@ def test_slopes_are_the_gradient_along_each_scale():
 @pytest.mark.parametrize(("kind", "group", "told"), [
     ("SGD", {"momentum": 0.0}, math.acos(0.98)),
     ("SGD", {"momentum": 0.9}, math.acos(1 - 0.02 / 1.9)),
+    ("SGD", {}, math.acos(0.98)), ("AdamW", {}, None), ("Lion", {"betas": (0.9, 0.95)}, None),
+    ("SGD", {"lr": None}, None), ("AdamW", {"lr": None, "betas": (0.9, 0.95)}, None),
+    ("NAdam", {"betas": (0.8, 0.95), "decoupled_weight_decay": True}, None),
+    ("RAdam", {"betas": (0.8, 0.95), "decoupled_weight_decay": True}, math.sqrt(0.04 / 9)),
+    ("AdamW8bit", {"betas": (0.9, 0.95)}, math.sqrt(2 * 0.02 / 19)),
     ("SGD", {"momentum": 0.9, "nesterov": True}, None),
     ("SGD", {"momentum": 0.9, "dampening": 0.5}, None),
     ("AdamW", {"betas": (0.9, 0.95)}, math.sqrt(2 * 0.02 / 19)),
@@ -696,6 +737,17 @@ def test_invariant_weights_without_decay_and_forgotten_tensors_are_listed():
             model.layers[i].get_submodule(n).weight.norm().item()) for i in (0, 1) for n in "qk"}
 
 
+def test_an_optimizer_without_a_closed_form_shows_lr_x_wd():
+    def optimizer(model):
+        groups = [{"params": [p], "lr": None if n == "layers.1.k.weight" else torch.tensor(0.5),
+                   "weight_decay": 0.1} for n, p in model.named_parameters()]
+        return type("Muon", (), {"param_groups": groups})()
+    items = list(audit.decay(examine(language(qk="gains", optimizer=optimizer))))
+    told = {item[2]: item[4] for item in items if not isinstance(item, str)}
+    assert items[0] == "decay of invariant weights: lr x wd; no closed form here for the rotation"
+    assert told["layers.0.q.weight"] == pytest.approx(0.05) and told["layers.1.k.weight"] is None
+
+
 def test_a_gain_at_zero_is_known_as_one_plus_w():
     def optimizer(model):
         group = {"params": list(model.parameters()), "lr": 0.1, "weight_decay": 0.1, "momentum": 0}
@@ -733,6 +785,11 @@ def test_expectations_decide_the_exit_status(run):
     bad = run("zoo:build", "--json", "--expect", "invariant:*.[qv].weight", build=build)
     row = next(r for r in bad.rows if r["id"] == "audit.expect")
     assert bad.status == 1 and row["measured"] == 2 and row["verdict"] == "FAILS"
+    frozen = language(tied=True, change=lambda m: m.norm.weight.requires_grad_(False))
+    assert run("zoo:build", "--expect", "not:head.weight,undecided:norm.*", build=frozen
+               ).status == 0
+    assert run("zoo:build", "--expect", "invariant:head.weight", build=frozen).status == 1
+    assert run("zoo:build", "--expect", "not:norm.*", build=frozen).status == 1
     assert row["detail"]["otherwise"] == ["layers.0.v.weight", "layers.1.v.weight"]
 
 
@@ -751,6 +808,17 @@ def broken(value):
 def aliased():
     model, loss = language()()
     model.head.weight = nn.Parameter(model.embed.weight.data)
+    return model, loss
+
+
+def meta():
+    model, loss = language()()
+    return model.to("meta"), loss
+
+
+def expanded():
+    model, loss = language()()
+    model.norm.weight = nn.Parameter(torch.ones(1, dtype=F64).expand(8))
     return model, loss
 
 
@@ -783,6 +851,11 @@ def infinite(seed):
     (broken(infinite), [], r"loss\(0\) is nan, not finite"),
     (lambda: (nn.ReLU(), raises), [], "no trainable parameter"),
     (aliased, [], "share their memory"),
+    (simple({"w": torch.ones(2)}, lambda x, w: (w - w.detach()).sum()), [], "is 0 at every batch"),
+    (meta, [], "parameter embed.weight is meta"),
+    (expanded, [], "parameter norm.weight share their memory: clone"),
+    (lambda: (*language()(), "adam"), [], "a str third, not an optimizer"),
+    (language(), ["--dtype", "float32"], "--dtype is for the built-in models"),
     (unstable, [], r"loss\(0\) gave .*, then .*seed"),
     (language(), ["--batches", "20"], "--batches 20 is too few: 21 scales need 29"),
     (language(), ["--heads", "nope=2"], "--heads nope: no trainable parameter"),
@@ -799,6 +872,28 @@ def test_what_cannot_be_had_is_one_line_and_exit_status_2(run, build, argv, told
     got = run(*(["zoo:build"] if build else []), *argv, build=build)
     assert got.status == 2 and got.out == ""
     assert re.search(told, got.err) and got.err.count("\n") == 1
+
+
+def test_a_model_may_switch_gradients_off_and_change_the_import_path(run, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def build():
+        model, loss = language()()
+
+        def other(seed):
+            sys.path[:] = [p for p in sys.path if p != audit.os.getcwd()]
+            return loss(seed)
+        return model, other
+    with torch.no_grad():
+        got = run("zoo:build", "--json", build=build)
+    rows = {r["id"]: r["measured"] for r in got.rows}
+    assert got.status == 0 and rows["audit.dimension"] == 12
+
+
+def test_the_seed_of_the_command_line_draws_the_other_weights(run):
+    rows = [run("zoo:build", "--json", "--seed", seed, build=language()).rows for seed in "012"]
+    gaps = [next(r["measured"] for r in some if r["id"] == "audit.gap") for some in rows]
+    assert len(set(gaps)) == 3
 
 
 def test_what_a_model_prints_does_not_reach_stdout(run):
@@ -818,6 +913,9 @@ def test_progress_of_a_long_run_goes_to_stderr(monkeypatch, capsys):
     monkeypatch.setattr(audit, "PATIENCE", -1)
     audit.sample(audit.subject_of(language(), ""), 3)
     assert capsys.readouterr().err.splitlines() == [f"audit: batch {b} of 3" for b in (1, 2, 3)]
+    examine(simple({"W": draw(4, 3)}, lambda x, W: N(x @ W)[:, 0].square().mean()))
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        "audit: scale 1 of 1, c = 2", "audit: scale 1 of 1, c = 3"]
 
 
 def test_a_built_in_variant_is_audited_in_full(run):
@@ -828,51 +926,89 @@ def test_a_built_in_variant_is_audited_in_full(run):
     assert rows["0.v"]["detail"]["verdict"] == "invariant"
 
 
-@pytest.fixture
-def few(monkeypatch):
+def test_a_wrong_formula_turns_the_exit_status(run, monkeypatch):
     monkeypatch.setattr(audit, "VARIANTS", {k: audit.VARIANTS[k] for k in ("pre", "sandwich")})
-
-
-def test_the_script_holds_and_a_wrong_formula_turns_its_exit_status(few, run, monkeypatch):
-    assert run().status == 0
     right = audit.rms
     monkeypatch.setattr(audit, "rms", lambda z, e=0.0: right(z, e + 1e-4))
-    assert run().status == 1
+    got = run("--json")
+    assert got.status == 1
+    failed = {(r["id"], r["quantity"].split(", ")[-1]) for r in got.rows if r["verdict"] == "FAILS"}
+    assert {("001.B5", "sandwich"), ("audit.dimension", "sandwich"),
+            ("001.B13", "max|<g,W>|/|g||W| of each sample's own g")} <= failed
 
 
-def test_a_wrong_count_turns_the_exit_status(few, run, monkeypatch):
-    monkeypatch.setitem(audit.VARIANTS, "pre", (*audit.VARIANTS["pre"][:4], 13, 20))
-    assert run().status == 1
+@pytest.mark.parametrize(("whole", "heads"), [(13, 20), (12, 21), (12, 20)])
+def test_a_wrong_count_fails(whole, heads, monkeypatch):
+    monkeypatch.setitem(audit.VARIANTS, "pre", (*audit.VARIANTS["pre"][:4], whole, heads))
+    rows = judged(audit.form(args_of(), "pre", []))
+    assert [r["verdict"] for r in rows if r["id"] == "audit.dimension"] == [
+        "ok" if right else "FAILS" for right in (whole == 12, heads == 20)]
 
 
-def test_the_plot_shows_each_tensor_and_its_band(few, run, monkeypatch, tmp_path):
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+    """(name, given, kw) of every call into a matplotlib that need not be there."""
+    calls = []
 
-    class Axis:
+    class Anything:
+        def __init__(self, name=""):
+            self.name = name
+
         def __getattr__(self, name):
-            return lambda *given, **kw: drawn.append((name, given, kw))
-    figure = types.SimpleNamespace(savefig=lambda path: drawn.append(("savefig", path, {})))
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Anything(name)
 
-    def subplots(n, m, **kw):
-        axes = np.empty((n, m), dtype=object)
-        for i in range(n):
-            axes[i, 0] = Axis()
-        return figure, axes
-    pyplot = types.SimpleNamespace(subplots=subplots)
-    fake = types.SimpleNamespace(use=lambda name: None, pyplot=pyplot)
-    monkeypatch.setitem(sys.modules, "matplotlib", fake)
-    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: fake)
+        def __iter__(self):
+            return iter(())
+
+        def __call__(self, *given, **kw):
+            calls.append((self.name, given, kw))
+            if self.name != "subplots":
+                return Anything()
+            axes = np.array([Anything("axis") for _ in range(given[1])], dtype=object)
+            return Anything(), axes if kw.get("squeeze", True) else axes[None]
+    monkeypatch.setitem(sys.modules, "matplotlib", Anything())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    return calls
+
+
+def test_the_plot_shows_each_tensor_and_its_band(run, drawn, tmp_path):
     path = str(tmp_path / "x.png")
-    assert run("--plot", path).status == 0
-    heights = [h for name, given, _ in drawn if name == "scatter" for h in given[1]]
-    assert len(heights) == 21 + 29 and min(heights) >= audit.FLOOR
-    assert ("savefig", path, {}) in drawn
+    assert run("--variant", "sandwich", "--plot", path).status == 0
+    marks = {kw["label"]: given for name, given, kw in drawn if name == "scatter"}
+    assert [len(marks[word][0]) for word in ("invariant", "not", "undecided", "band")] == [
+        14, 15, 0, 29]
+    band = dict(zip(marks["band"][1].tolist(), marks["band"][0].tolist(), strict=True))
+    assert all(0 < x <= band[y] for x, y in zip(*marks["invariant"], strict=True))
+    assert all(1e6 * band[y] < x for x, y in zip(*marks["not"], strict=True))
+    lines = next(given[1] for name, given, _ in drawn if name == "set_yticks")
+    assert [lines[int(y)] for y in marks["invariant"][1]][:5] == [
+        "0.g1", "0.q", "0.k", "0.v", "0.o"]
+    assert [given for name, given, _ in drawn if name == "savefig"] == [(path,)]
 
 
-def test_a_missing_matplotlib_is_one_line(run, monkeypatch):
-    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
-    got = run("--plot", "x.png")
-    assert got.status == 2 and "pip install matplotlib" in got.err and got.err.count("\n") == 1
+def test_a_plot_of_several_models_keeps_their_order():
+    def model(names):
+        return types.SimpleNamespace(subject=types.SimpleNamespace(params=dict.fromkeys(names)))
+    assert audit.order([model("aceg"), model("abcg"), model("zefg")]) == list("zabcefg")
+
+
+@pytest.mark.parametrize("script", [audit, eq])
+def test_a_plot_that_cannot_be_written_is_refused_before_the_run(
+        script, drawn, tmp_path, monkeypatch, capsys):
+    (tmp_path / "kept.png").mkdir()
+    for path, told in (("x", "one of .png, .pdf, .svg"), ("x.xyz", "one of .png"),
+                       ("none/x.png", "no such folder"), ("kept.png", "cannot be written")):
+        with pytest.raises(SystemExit) as leaving:
+            report.status(script, "--plot", str(tmp_path / path))
+        error = capsys.readouterr().err
+        assert leaving.value.code == 2 and told in error and error.count("\n") == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as leaving:
+        report.status(script, "--plot", "x.png")
+    error = capsys.readouterr().err
+    assert leaving.value.code == 2 and "pip install matplotlib" in error and error.count("\n") == 1
 
 
 DTYPES = (torch.float64, torch.float32)
@@ -1477,45 +1613,30 @@ def test_a_formula_off_by_a_little_fails_the_run(name, monkeypatch):
         assert status(*argv) == 1
 
 
-def test_plot_needs_matplotlib_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as leaving:
-        status("--plot", "x.png")
-    assert leaving.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_plot_shows_every_optimizer(monkeypatch, tmp_path):
-    drawn = []
-
-    class Anything:
-        def __getattr__(self, name):
-            return lambda *a, **k: drawn.append((name, a, k))
-    home, pyplot = types.ModuleType("matplotlib"), types.ModuleType("matplotlib.pyplot")
-    home.use, home.pyplot = lambda backend: None, pyplot
-    pyplot.subplots = lambda *a, **k: (Anything(), [Anything(), Anything()])
-    monkeypatch.setitem(sys.modules, "matplotlib", home)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-    points = [("a", 1.0, 1.5, 0.1, 0.2), ("b", 2.0, 2.5, 0.3, 0.4)]
-    assert [r["measured"] for r in judged(eq.plot(tmp_path / "x.png", points))] == [2]
-    lines = [a[:2] for name, a, _ in drawn if name == "loglog"]
-    assert lines == [(1.0, 1.5), (2.0, 2.5), ([1.0, 2.0],) * 2, (0.1, 0.2), (0.3, 0.4),
-                     ([0.1, 0.3],) * 2]
-    assert ("savefig", (tmp_path / "x.png",), {}) in drawn
+def test_plot_shows_every_optimizer(drawn, tmp_path):
+    points = [("a", (1.0, 1.5, 2.0), (0.1, 0.2, 0.3)), ("b", (3.0, 3.0, 3.0), (0.4, 0.3, 0.2))]
+    eq.plot(str(tmp_path / "x.png"), points)
+    marks = [(kw["label"][:9], given[0]) for name, given, kw in drawn if name == "semilogx"]
+    assert marks == [("predicted", [1.0, 3.0]), ("measured", [1.5, 3.0]), ("published", [2.0, 3.0]),
+                     ("predicted", [0.1, 0.4]), ("measured", [0.2, 0.3]), ("published", [0.3, 0.2])]
+    notes = [given for name, given, _ in drawn if name == "annotate"]
+    assert notes == [("+50.00%", (1.01, 0)), ("+0.00%", (1.01, 1)), ("+100.00%", (1.01, 0)),
+                     ("-25.00%", (1.01, 1))]
+    assert ("set_yticks", (range(2), ["a", "b"]), {}) in drawn
+    assert [given for name, given, _ in drawn if name == "savefig"] == [(str(tmp_path / "x.png"),)]
 
 
 # the whole run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole():
-    return report.judge(eq)
+    """The rows that test_report.py judges, of one run for both files."""
+    return test_report.rows("equilibrium")
 
 
 def test_every_law_holds(whole):
-    assert report.holds(whole)
-    assert not [r for r in whole if r["verdict"] in ("FAILS", "weak", "unresolved")]
-    ids = "9 10 11 12 13 14 16 17 18 19 20 21 22 23 25 26 27 28 30 31".split()
-    assert {r["id"] for r in whole} == {f"001.B{i}" for i in ids}
+    assert report.holds(whole) and not any(r["verdict"] == "unresolved" for r in whole)
 
 
 def test_laws_are_not_inflated(whole):

@@ -14,7 +14,8 @@ and on a walk of white tangent gradients, C_k = E<u_t, u_t+k>, S = 1 + 2 sum_k a
     adam   sgd with momentum b1 and lr (1-b1)/sqrt(v): R^3 = lr G sqrt(d)/2wd  leading order,
            here with x, the decay in v and 1-b2 to first order
 "Exact" is for every x = lr wd < 1, up to O(1/d) from the spread of R. published() has the forms
-in use: lowest order in x, and sign or polar factor taken as linear in the gradient.
+in use (Kosson et al. 2023; Wan et al. 2021 for sgd with momentum): lowest order in x, and sign or
+polar factor taken as linear in the gradient.
 
 w      weights, a matrix a replica             (replicas, m, n), d = m n
 R, G   |w|, and |g| where |w| = 1 (--grad)     (replicas,)
@@ -48,6 +49,8 @@ QUINTIC = 3.4445, -4.7750, 2.0315  # torch.optim.Muon's five steps of a s + b s^
 SIGMAS = 5  # standard errors that a statistical law may be off
 RADIAL = 1 - 2 / math.pi  # radial share of the noise of sign(tangent Gaussian), the largest here
 MOST = 20000  # steps that --simulate walks unless told otherwise
+LEAST = 1e-12  # lr wd whose forms still keep four digits in float64
+SHORT = 0.9  # b2 from which on its second order, (1 - b2)^2, is within 1 %
 N, BATCH, CLASSES, RUNS = 12, 16, 6, 8  # the real loss
 FITTED, SPIKED = 1e-5, 0.05  # losses of a run that had fitted its batch, and has lost it again
 PICTURES = (".png", ".pdf", ".svg")
@@ -739,6 +742,14 @@ def sound(h):
                          "the rotation falls as steps^-1/2")
     if h.lr * h.wd >= 1:
         raise ValueError(f"lr x wd = {h.lr * h.wd:g}: from 1 on the decay alone passes 0")
+    if h.lr * h.wd < LEAST:
+        raise ValueError(f"lr x wd = {h.lr * h.wd:g}: below {LEAST:g} it is lost in rounding")
+    if h.name in ("adam", "adamw") and h.betas[1] < SHORT:
+        raise ValueError(f"--betas: {h.name} is predicted to first order in 1 - B2; "
+                         f"B2 must be {SHORT:g} or more")
+    if 8 / (1 - impulse(h)[2]) > MOST:
+        raise ValueError(f"a memory of {1 / (1 - impulse(h)[2]):.0f} steps is beyond the walk of "
+                         f"{MOST}: lower the momentum or beta")
     e = predict(h)
     if not (0 < e.turn < 1 and 0 < e.x < 1 and 0 < e.norm < math.inf):
         raise ValueError(f"{h.name} turns by more than 90 degrees a step at these values")

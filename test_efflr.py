@@ -1541,6 +1541,11 @@ def test_budget_notices_a_wrong_update(monkeypatch):
     ("--optimizer sgd --lr .1 --wd .1 --shape 3x3 --steps 9", "--steps is for --simulate"),
     ("--optimizer adam --lr 9 --wd .1 --shape 9x9", "turns by more than 90 degrees"),
     ("--optimizer sgd --plot x.png", "leave out --optimizer"),
+    ("--optimizer sgd --lr 1e-300 --wd .1 --shape 9x9", "lr x wd = 1e-301: below 1e-12"),
+    ("--optimizer adamw --lr 1e-3 --wd 1e-12 --shape 9x9", "lost in rounding"),
+    ("--optimizer adamw --lr .1 --wd .1 --shape 9x9 --betas .9,.5", "B2 must be 0.9 or more"),
+    ("--optimizer sgd --lr .1 --wd 1 --shape 9x9 --momentum .99999", "a memory of 100000 steps"),
+    ("--optimizer lion --lr .1 --wd 1 --shape 9x9 --betas .9,.999999", "beyond the walk of 20000"),
 ])
 def test_what_cannot_be_predicted_is_refused_in_a_line(argv, words, capsys):
     with pytest.raises(SystemExit) as leaving:

@@ -29,7 +29,6 @@ The model keeps its own dtype and device: build it in float64 for the sharpest v
 import argparse
 import contextlib
 import fnmatch
-import importlib.util
 import itertools
 import math
 import os
@@ -60,7 +59,6 @@ C_LEAK = 50  # x eps: the next order is eps / ms, and the smallest ms of all row
 REPEAT = 64  # x eps |L|, between two calls of one seed: what a parallel sum may differ by
 WIDTH = 43  # columns for a symmetry in words
 FLOOR = 1e-3  # x band, where a plot draws a cosine of 0
-PICTURES = (".png", ".pdf", ".svg")
 C_LOSS = 4  # x band, of |L(c^a W) - L(W)| / max|L|
 CEILING = 9e-4  # no dtype widens that bound further
 PATIENCE = 5.0  # s between reports of progress
@@ -808,14 +806,12 @@ def order(results):
 
 def plot(results, path):
     """The cosine of each tensor beside its band: a line a tensor, a column a model."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     look = {"invariant": ("#0072B2", "o"), "not": ("#D55E00", "s"), "undecided": ("#999999", "^")}
     lines = order(results)
-    figure, axes = pyplot.subplots(
-        1, len(results), squeeze=False, sharex=True, sharey=True, layout="constrained",
-        figsize=(max(6, 2 + 1.1 * len(results)), 1.5 + 0.2 * len(lines)))
+    size = max(6, 2 + 1.1 * len(results)), 1.5 + 0.2 * len(lines)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    axes = figure.subplots(1, len(results), squeeze=False, sharex=True, sharey=True)
     for axis, r in zip(axes[0], results, strict=True):
         index = np.flatnonzero(r.tensor & ~np.isnan(r.found.cosine))
         told, level = np.array(verdicts(r)), r.band / np.sqrt(r.d)
@@ -831,20 +827,7 @@ def plot(results, path):
     axes[0, 0].invert_yaxis()
     figure.supxlabel("|<g,W>| / (|g||W|), no unit; left of its band a tensor is invariant")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=120)
-
-
-def drawable(path):
-    """ValueError where --plot cannot be had."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if os.path.splitext(path)[1].lower() not in PICTURES:
-        raise ValueError(f"--plot {path}: its ending must be one of {', '.join(PICTURES)}")
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise ValueError(f"--plot {path}: no such folder")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"--plot {path}: cannot be written")
+    figure.savefig(path)
 
 
 def cut(subject, glob, H, dim):
@@ -863,8 +846,6 @@ def cut(subject, glob, H, dim):
 def prepare(args):
     """args.result: the subject, examined. ValueError for what cannot be had."""
     args.result = None
-    if args.plot:
-        drawable(args.plot)
     if args.model and args.variant:
         raise ValueError("give a model or --variant, not both")
     if not args.model and not args.variant:
@@ -926,7 +907,8 @@ def options(parser):
                         type=items(r"(invariant|not|undecided):(.+)", "invariant:GLOB,not:GLOB"))
     parser.add_argument("--batches", type=parser.number(1, 1e6, int, closed=True))
     parser.add_argument("--leak", type=parser.number(0, 1e-3, closed=True), default=0.0)
-    parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--plot", type=parser.picture, metavar="FILE",
+                        help="the cosine of every tensor beside its band")
     parser.set_defaults(prepare=prepare)
 
 

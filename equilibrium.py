@@ -32,9 +32,7 @@ python equilibrium.py --optimizer adamw --lr 3e-4 --wd 0.1 --shape 4096x4096 [--
 
 import argparse
 import functools
-import importlib.util
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +51,6 @@ LEAST = 1e-12  # lr wd whose forms still keep four digits in float64
 SHORT = 0.9  # b2 from which on its second order, (1 - b2)^2, is within 1 %
 N, BATCH, CLASSES, RUNS = 12, 16, 6, 8  # the real loss
 FITTED, SPIKED = 1e-5, 0.05  # losses of a run that had fitted its batch, and has lost it again
-PICTURES = (".png", ".pdf", ".svg")
 C_STEP = 16  # x eps: one torch update, |w+|^2 against its typed terms
 C_PATH = 32  # x eps: 40 steps that should end in the same direction
 
@@ -691,7 +688,7 @@ def options(parser):
     add("--adjust", choices=("original", "match_rms_adamw", "none"), help="muon's lr ratio")
     add("--simulate", action="store_true", help="walk until R is measured too")
     add("--steps", type=number(1, 10**8, int), help=f"of --simulate; default {MOST} at most")
-    add("--plot", metavar="FILE", help="predicted against measured, by matplotlib")
+    add("--plot", type=parser.picture, metavar="FILE", help="predicted against measured")
     parser.set_defaults(prepare=prepare)
 
 
@@ -702,8 +699,6 @@ def prepare(args):
     args.setting, name = None, args.optimizer
     if args.plot and name:
         raise ValueError("--plot shows all optimizers: leave out --optimizer")
-    if args.plot:
-        drawable(args.plot)
     if name is None and given:
         raise ValueError(f"--{given[0]} needs --optimizer, one of {', '.join(TAKES)}")
     if name is None:
@@ -799,12 +794,12 @@ def rehearsal(args):
 
 def plot(path, points):
     """Predicted, measured and published R and t of every optimizer, to a file."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
     look = (("predicted", "o", "k", "none"), ("measured", ".", "#0072B2", "#0072B2"),
             ("published, leading order", "x", "#D55E00", "#D55E00"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
+    figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     labels = "R = |w| at equilibrium, in units of w", "t, rotation in radians per step"
     for ax, i, label in zip(axes, (1, 2), labels, strict=True):
         for k, (word, marker, edge, face) in enumerate(look):
@@ -823,20 +818,7 @@ def plot(path, points):
     axes[0].set_yticks(range(len(points)), [p[0] for p in points])
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    figure.savefig(path, dpi=120)
-
-
-def drawable(path):
-    """ValueError where --plot cannot be had."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if os.path.splitext(path)[1].lower() not in PICTURES:
-        raise ValueError(f"--plot {path}: its ending must be one of {', '.join(PICTURES)}")
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise ValueError(f"--plot {path}: no such folder")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"--plot {path}: cannot be written")
+    figure.savefig(path)
 
 
 def measure(args):

@@ -81,19 +81,22 @@ class Parser(argparse.ArgumentParser):
         """The type of --plot: a file that matplotlib, where it is installed, can write."""
         folder, end = os.path.dirname(os.path.abspath(path)), os.path.splitext(path)[1].lower()
         target = path if os.path.exists(path) else folder
-        if importlib.util.find_spec("matplotlib") is None:
-            raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
-        if end not in PICTURES:
-            raise argparse.ArgumentTypeError(f"{path!r} ends with none of {', '.join(PICTURES)}")
-        if os.path.isdir(path) or not os.access(target, os.W_OK):
-            raise argparse.ArgumentTypeError(f"{path!r} cannot be written")
+        for wrong, says in (
+                (importlib.util.find_spec("matplotlib") is None,
+                 "needs matplotlib: pip install matplotlib"),
+                (end not in PICTURES, f"{path!r} ends with none of {', '.join(PICTURES)}"),
+                (not os.path.isdir(folder), f"{path!r}: no such folder"),
+                (os.path.isdir(path) or not os.access(target, os.W_OK), f"cannot write {path!r}")):
+            if wrong:
+                raise argparse.ArgumentTypeError(says)
         return path
 
 
 def load(spec):
     """(object, file) of "module:name"; the current folder comes before every other one."""
     module, _, name = spec.partition(":")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.insert(0, here)
     try:
         if not (module and name):
             raise ValueError("write it as pkg.module:name")
@@ -103,7 +106,8 @@ def load(spec):
     except (Exception, SystemExit) as error:
         raise argparse.ArgumentTypeError(f"{spec!r}: {type(error).__name__}: {error}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        if here in sys.path:  # a module may edit it
+            sys.path.remove(here)
     return value, getattr(home, "__file__", None)
 
 

@@ -415,6 +415,9 @@ def test_load_takes_the_current_folder_first(tmp_path, monkeypatch):
         assert value == 3
         assert pathlib.Path(file) == tmp_path / "mine.py"
         (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+        (tmp_path / "moves.py").write_text("import os, sys\nsys.path.pop(0)\nos.chdir('/')\nx = 3")
+        assert report.load("moves:x")[0] == 3
+        monkeypatch.chdir(tmp_path)
         for spec, says in (("leaves:x", "SystemExit"), ("mine", "write it as"), (":x", "write it"),
                            ("mine:", "write it as"), ("mine:Inner", "AttributeError"),
                            ("nothere:x", "ModuleNotFoundError"), ("broken:x", "OSError: no")):
@@ -432,11 +435,11 @@ def test_a_picture_is_refused_before_anything_runs(tmp_path, monkeypatch):
     assert picture(str(good)) == str(good) and not good.exists()
     (tmp_path / "is.svg").mkdir()
     for name, says in (("a.gif", ".png, .pdf, .svg"), ("a", "ends with none"),
-                       ("no/a.png", "cannot be written"), ("is.svg", "cannot be written")):
+                       ("no/a.png", "no such folder"), ("is.svg", "cannot write")):
         with pytest.raises(argparse.ArgumentTypeError, match=says):
             picture(str(tmp_path / name))
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(good))
-    with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot write"):
         good.touch()
         picture(str(good))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

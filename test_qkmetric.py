@@ -1,5 +1,7 @@
-"""Write-up 003: Muon, metrics between RoPE and the logits, gains on activation or weight."""
+"""Write-up 003: Muon, metrics between RoPE and the logits, gains, and small training runs."""
 
+import hashlib
+import json
 import math
 import sys
 from functools import partial
@@ -14,6 +16,7 @@ import fusion
 import metric
 import muon
 import report
+import train
 from report import drawer as draws
 from report import status
 
@@ -1558,6 +1561,585 @@ def test_muons_spreads_are_predicted_from_their_sizes():
     assert told["tr (WW')^2/(m 8^2), 8 white steps from 0"]["expected"] == pytest.approx(
         187 / 96, rel=1e-5)
     assert not reds(rows)
+
+
+# train.py: the functions against values worked by hand
+
+
+TINY = ("--steps", "4", "--seeds", "2", "--context", "8", "--batch", "4", "--arms", "exp")
+
+
+def trained(*argv):
+    """The namespace of a command line of train.py."""
+    return report.parse("train.py", train.__doc__, train.options, [*TINY, *argv])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Eight validation windows."""
+    monkeypatch.setattr(train, "WINDOWS", 8)
+
+
+def test_bits_per_byte_of_a_uniform_model_is_exactly_8():
+    args = trained()
+    p, _ = train.parameters(args, "baseline", 3)
+    p["head"].data.zero_()
+    assert train.bits(p, train.ARMS["baseline"], args.valid, 32) == 8
+    same(train.bits(p, train.ARMS["baseline"], args.valid, 5), 8)
+
+
+def test_bits_weigh_every_window_alike(monkeypatch):
+    monkeypatch.setattr(train, "nats", lambda p, arm, w: w.flatten().float())
+    assert train.bits({}, None, torch.tensor([[1], [2], [6]]), 2) == 3 / math.log(2)
+
+
+def test_nats_are_of_the_next_byte(monkeypatch):
+    # scores that are sure of the byte seen: right on 7 7 7, wrong on 7 8 7
+    monkeypatch.setattr(train, "scores", lambda p, arm, t: 50.0 * F.one_hot(t, 256).double())
+    assert train.nats({}, None, torch.tensor([[7, 7, 7]])).max() < 1e-15
+    close(train.nats({}, None, torch.tensor([[7, 8, 7], [7, 8, 9]])), row(*[50] * 4))
+
+
+def test_maps_of_numbers():
+    t = row(0.0, math.log(2), math.log(3)).requires_grad_()
+    told = {"exp": ([1, 2, 3], [1, 2, 3]), "stopped": ([1, 2, 3], [1, 1, 1]),
+            "square": ([0, math.log(2) ** 2, math.log(3) ** 2],
+                       [0, 2 * math.log(2), 2 * math.log(3)]),
+            "mean": ([0.5, 1, 1.5], [0, 0, 0])}  # its values sum to 3 whatever t is
+    assert train.MAPS.keys() == told.keys()
+    for name, (value, slope) in told.items():
+        m = train.MAPS[name](t)
+        close(m, row(*value))
+        g, = torch.autograd.grad(m.sum(), t)
+        assert (g - row(*slope)).abs().max() < 1e-14
+
+
+def test_a_metric_has_one_number_for_both_channels_of_a_plane_unless_untied():
+    t = torch.arange(8, dtype=torch.float64)
+    m = train.metric(train.ARMS["exp"], t)
+    assert m.tolist() == [*t.exp().tolist()] * 2
+    assert train.metric(train.ARMS["temperature"], row(0)).tolist() == [1]
+    t = torch.arange(16, dtype=torch.float64)
+    assert train.metric(train.ARMS["after"], t).tolist() == t.exp().tolist()
+    assert train.metric(train.ARMS["square"], row(*[3] * 8)).tolist() == [9] * 16
+    assert train.metric(train.ARMS["mean"], row(*[3] * 8)).tolist() == [1] * 16
+
+
+def test_arms_are_those_of_the_table():
+    shapes = {"temperature": (2, 2, 1, 1), "exp": (2, 2, 1, 8), "stopped": (2, 2, 1, 8),
+              "square": (2, 2, 1, 8), "mean": (2, 2, 1, 8), "before": (2, 2, 1, 16),
+              "after": (2, 2, 1, 16)}
+    args = trained()
+    for name in train.ARMS:
+        p, _ = train.parameters(args, name, 0)
+        assert ("tau" in p) == (name in shapes)
+        assert ("gain" in p) == (name in ("fused", "unfused"))
+        assert ("phi" in p) == (name == "frequencies")
+        if name in shapes:
+            assert p["tau"].shape == shapes[name]
+            assert set(p["tau"].flatten().tolist()) == {1.0 if name == "square" else 0.0}
+    assert [n for n, a in train.ARMS.items() if a.before] == ["before"]
+
+
+def test_one_seed_is_one_start_and_one_list_of_batches_in_every_arm():
+    args = trained()
+    p, starts = train.parameters(args, "baseline", 5)
+    assert starts.shape == (4, 4)
+    assert {k: tuple(v.shape) for k, v in p.items()} == {
+        "embed": (256, 32), "head": (256, 32), "attn": (2, 4, 32, 32), "up": (2, 128, 32),
+        "down": (2, 32, 128), "gate": (2, 2, 8)}
+    for name in train.ARMS:
+        q, other = train.parameters(args, name, 5)
+        assert torch.equal(starts, other)
+        same = [k for k in p if torch.equal(p[k], q[k])]
+        assert same == [k for k in p if k != "attn" or name != "perturbed"]
+    q, other = train.parameters(args, "baseline", 6)
+    assert not torch.equal(starts, other) and not torch.equal(p["up"], q["up"])
+
+
+def test_the_perturbed_arm_moves_W_Q_by_a_millionth():
+    args = trained()
+    a, b = (train.parameters(args, n, 0)[0]["attn"] for n in ("baseline", "perturbed"))
+    assert torch.equal(a[:, 1:], b[:, 1:])
+    z = (b[:, 0] / a[:, 0] - 1) * 1e6
+    assert abs(z.mean()) < 0.12 and abs(z.std() - 1) < 0.08  # 5 / sqrt(2048), 5 / sqrt(2 2048)
+
+
+def test_angles_and_rotations():
+    x = torch.zeros(3, 16, dtype=torch.float64)
+    w = 10000.0 ** -(torch.arange(8, dtype=torch.float64) / 8)
+    close(train.angles(x), torch.stack([0 * w, w, 2 * w]))
+    close(train.angles(x, row(*[math.log(2)] * 8)), torch.stack([0 * w, 2 * w, 4 * w]))
+    y = train.rotate(row(1, 2, 3, 4), row(math.pi / 2, math.pi))
+    close(y, row(-3, -2, 1, -4))
+
+
+def scores_by_hand(p, tokens, gate, map=lambda tau: 1.0, before=False, g=None, phi=0.0):
+    """Scores of one sequence under the docstring's letters, a head and a position at a time."""
+    def N(v):
+        return v / (v @ v / len(v)).sqrt()
+    h, w = [N(p["embed"][t]) for t in tokens], 10000.0 ** -(torch.arange(8).double() / 8)
+    for i in range(len(p["attn"])):
+        x = [N(v) for v in h]
+        s = [v if g is None else g[i, 0] * v for v in x]
+        out = [torch.zeros(32, dtype=torch.float64) for _ in h]
+        for n in range(2):
+            rows, q, k, v = slice(16 * n, 16 * n + 16), [], [], []
+            for t, (a, b) in enumerate(zip(s, x, strict=True)):
+                m = map(p["tau"][i, n, 0]) if "tau" in p else 1.0
+                turn = [t * w * math.exp(phi)]
+                c, z = turn[0].cos(), turn[0].sin()
+                def R(u, c=c, z=z):
+                    return torch.cat([u[:8] * c - u[8:] * z, u[:8] * z + u[8:] * c])
+                a_q, a_k, a_v = (p["attn"][i, j, rows] @ a for j in range(3))
+                q.append(R(m * N(a_q)) if before else m * R(N(a_q)))
+                k.append(R(N(a_k)))
+                v.append(2 / (1 + (-(p["gate"][i, n] @ b[:8])).exp()) * a_v if gate[i] else a_v)
+            for t in range(len(h)):
+                e = torch.stack([q[t] @ k[r] / 4 for r in range(t + 1)]).softmax(0)
+                out[t][rows] = sum(e[r] * v[r] for r in range(t + 1))
+        h = [a + p["attn"][i, 3] @ b for a, b in zip(h, out, strict=True)]
+        x = [N(v) if g is None else g[i, 1] * N(v) for v in h]
+        h = [a + p["down"][i] @ (p["up"][i] @ b).clamp_min(0) ** 2
+             for a, b in zip(h, x, strict=True)]
+    return torch.stack([p["head"] @ N(v) for v in h])
+
+
+def twice(f):
+    return lambda t: torch.cat([f(t), f(t)])
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("baseline", {}), ("temperature", {"map": torch.exp}), ("exp", {"map": twice(torch.exp)}),
+    ("stopped", {"map": twice(torch.exp)}), ("square", {"map": twice(torch.square)}),
+    ("mean", {"map": twice(lambda t: 8 * t.softmax(0))}),
+    ("before", {"map": torch.exp, "before": True}), ("after", {"map": torch.exp}),
+    ("fused", {}), ("unfused", {}), ("frequencies", {"phi": 0.3})])
+def test_scores_are_the_equations_position_by_position(name, more):
+    args = trained()
+    p, _ = train.parameters(args, name, 2)
+    draw = draws(1)
+    for key in {"tau", "gain"} & p.keys():
+        p[key].data += draw(*p[key].shape) / 2
+    if name == "frequencies":
+        p["phi"].data += 0.3
+    p, tokens = {k: v.detach() for k, v in p.items()}, torch.tensor([5, 80, 5, 7])
+    told = scores_by_hand(p, tokens, (False, True), g=p.get("gain"), **more)
+    close(train.scores(p, train.ARMS[name], tokens[None])[0], told, within=64)
+
+
+def test_the_gate_stands_in_the_last_and_every_other_layer():
+    for depth, gated in ((1, [0]), (2, [1]), (3, [0, 2])):
+        args = trained("--depth", str(depth))
+        p, _ = train.parameters(args, "baseline", 0)
+        _, G = train.gradients(p, train.ARMS["baseline"], args.valid[:2])
+        assert [i for i in range(depth) if G["gate"][i].any()] == gated
+
+
+def test_norm_does_not_centre():
+    close(train.norm(row(3, 5)), row(3 / math.sqrt(17), 5 / math.sqrt(17)))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 7), (7, 3)])
+def test_polar_express_acts_on_singular_values_alone(shape):
+    X = draws(0)(2, *shape)
+    U, s, V = torch.linalg.svd(X, full_matrices=False)
+    s = s / (1.02 * (X * X).sum((1, 2)).sqrt()[:, None])
+    for a, b, c in muon.EXPRESS:
+        s = a * s + b * s**3 + c * s**5
+    close(train.express(X), U * s[:, None] @ V, within=4000)
+    assert train.EXPRESS == muon.EXPRESS
+    assert train.express(torch.zeros(2, 3)).tolist() == torch.zeros(2, 3).tolist()
+
+
+def test_two_steps_of_the_optimizer(monkeypatch):
+    monkeypatch.setattr(train, "express", lambda X: X)
+    # momentum 0, 1, .95 + 2: Nesterov's 1 + .95, then 2 + .95 2.95; a = 1 - .02 .5 = .99
+    for key, factor in (("attn", 1), ("up", 2), ("down", 1)):
+        W = torch.ones(*{"attn": (2, 2), "up": (4, 1), "down": (1, 4)}[key], dtype=torch.float64)
+        p, G = {key: W.clone()}, torch.ones_like(W)
+        step = train.optimizer(p)
+        assert step({key: G})[key].unique().tolist() == [1.95]
+        close(p[key], (0.99 - factor * 0.02 * 1.95) * W)
+        step({key: 2 * G})
+        close(p[key], (0.99 * (0.99 - factor * 0.039) - factor * 0.02 * (2 + 0.95 * 2.95)) * W)
+    p = {"tau": row(1.0)}
+    step = train.optimizer(p)
+    step({"tau": row(3.0)})
+    close(p["tau"], row(1 - 0.02 * 3 / (3 + 1e-10)))
+    step({"tau": row(-1.0)})   # m = .8 .6 - .2, v = .95 .45 + .05
+    m, v = (0.8 * 0.6 - 0.2) / (1 - 0.8**2), (0.95 * 0.45 + 0.05) / (1 - 0.95**2)
+    close(p["tau"], row(1 - 0.02 * 3 / (3 + 1e-10) - 0.02 * m / (math.sqrt(v) + 1e-10)))
+
+
+def test_invariant_weights_are_the_heads_of_W_Q_and_W_K():
+    W = torch.arange(4 * 32 * 32, dtype=torch.float32).reshape(1, 4, 32, 32)
+    heads = train.invariant(W)
+    assert heads.shape == (4, 512) and heads.dtype == torch.float64
+    assert heads[:, 0].tolist() == [0, 512, 1024, 1536]  # W_Q's two heads, W_K's two
+    W = W.double()
+    heads = train.invariant(W)
+    W.zero_()   # what is logged is what was
+    assert heads[:, 0].tolist() == [0, 512, 1024, 1536]
+
+
+def test_products_of_heads():
+    W, after, P, G = row(3, 4)[None], row(1, 2)[None], row(2, 0)[None], row(-4, 3)[None]
+    assert train.products(W, after, P, G)[:, 0].tolist() == [25, 5, 11, 4, 6, 0]
+    close(train.products(W, after, P, W)[5], row(1))
+
+
+def test_stretch_is_muons_at_the_middle_of_its_bounds():
+    for a, b, c in ((0.99, 0.95, 0.72), (0.5, 0.3, 0.9)):
+        assert train.stretch(a, b, c) == pytest.approx(muon.stretch(a, b, c)[0], rel=1e-14)
+    assert train.stretch(0.9, 0.0, 0.5) == 1
+    # q = 0.83959; 1 + 2 .72051 q .9405/.0595 + .27949 q^3 .84881/.15119
+    assert train.stretch() == pytest.approx(21.0525, rel=1e-5)
+
+
+def test_turn_is_the_angle_between_equal_norms():
+    # |W| = |W+| = 1, t: eta^2|P|^2 = |W+ - a W|^2 = 1 + a^2 - 2 a cos t
+    for a, t in ((0.99, 0.03), (0.5, 1.0)):
+        assert train.turn(1 + a * a - 2 * a * math.cos(t), a) == pytest.approx(1 - math.cos(t))
+    assert abs(train.turn(0.01**2, 0.99)) < 1e-16
+
+
+def test_what_a_run_logs_of_its_weights():
+    # a = .99, eta = .02: |W|^2 = 4, |W+|^2 = 4.41, <W,W+> = 4, |P|^2 = 900, <P,W> = -2
+    log = row(4, 4.41, 4, 900, -2, -0.25)[None, :, None]
+    out = train.weights(log.repeat(3, 1, 1))
+    assert out["law"] == pytest.approx(abs(4.41 - 3.9204 - 0.0792 - 0.36) / 4.41)
+    assert out["tangent"] == 0.25
+    c, y = 0.05, 0.0004 * 900 / 4
+    assert out["half"] == pytest.approx(
+        [4, 1 - 4 / 4.2, (y - 1e-4) / 1.98, (c * (0.0199 + y) + c * c) / 1.98])
+    assert out["norm"] == [[2.0]] * 3
+    assert out["turn"] == [[pytest.approx(math.sqrt(2 * (1 - 4 / 4.2)), rel=1e-4)]] * 3
+    log = torch.cat([log, log * math.nan])
+    assert train.weights(log)["half"] == out["half"]
+    assert train.weights(log[1:])["half"] is None
+
+
+def test_the_second_half_is_the_second_half():
+    logs = row(1, 1, 1, 1, 0, 0)[None, :, None].repeat(6, 1, 1)
+    logs[3:, 0] = 9
+    assert train.weights(logs)["half"][0] == 9
+    assert train.weights(logs)["norm"] == [[1.0]] * 3 + [[3.0]] * 3
+
+
+def test_paired_statistics_by_hand():
+    assert train.paired([1.0, 2.0, 6.0]) == (3, math.sqrt(7), pytest.approx(3 / math.sqrt(7 / 3)))
+    assert train.paired([2.0]) == (2, None, None)
+    assert train.paired([2.0, 2.0]) == (2, 0, None)
+    assert train.paired([2.0, None]) == train.paired([]) == (None, None, None)
+
+
+@pytest.mark.parametrize(("each", "floor", "clear"), [
+    ([-3.0, -3.0], 1.0, True), ([3.0, 3.0], 1.0, True), ([-2.9, -2.9], 1.0, False),
+    ([9.0, -1.0], 1.0, False), ([9.0, 0.0], 1.0, False), ([9.0], 1.0, False), ([], 1.0, False),
+    ([9.0, None], 1.0, False), ([9.0, 9.0], None, False), ([1e-9, 1e-9], 0.0, True)])
+def test_a_difference_is_resolved_by_sign_floor_and_two_seeds(each, floor, clear):
+    assert train.resolved(each, floor) is clear
+
+
+def table_of(**arms):
+    """{(arm, seed): record} of bits per byte by seed."""
+    return {(name, seed): {"bpb": b, "bytes_per_second": 100.0, "peak_mib": 7.0}
+            for name, each in arms.items() for seed, b in enumerate(each)}
+
+
+def test_differences_and_the_floor_are_paired_by_seed():
+    done = table_of(baseline=(3.0, 5.0), perturbed=(3.25, 4.5), exp=(2.0, None))
+    assert train.differences(done, "exp", "baseline") == [-1, None]
+    assert train.differences(done, "perturbed", "baseline") == [0.25, -0.5]
+    assert train.chaos(done) == 0.5
+    assert train.chaos(table_of(baseline=(3.0,), perturbed=(None,))) is None
+    assert train.chaos(table_of(baseline=(3.0,))) is None
+
+
+def test_the_table_shows_what_is_not_resolved_and_never_averages_a_lost_run():
+    done = table_of(baseline=(3.0, 5.0), perturbed=(3.5, 5.0), exp=(1.0, 3.25),
+                    stopped=(1.0, None), square=(2.0, 4.0))
+    args = SimpleNamespace(names=["baseline", "perturbed", "exp", "stopped", "square"])
+    items = list(report.flat(train.table(args, done), "table"))
+    rows = {r["quantity"]: r for r in items if isinstance(r, dict)}
+    clear, floor, lost = (rows[f"BPB, {n} - baseline"] for n in ("exp", "perturbed", "stopped"))
+    assert (clear["verdict"], clear["measured"]) == ("info", -1.875)
+    assert clear["detail"] == {"each": [-2, -1.75], "sd": pytest.approx(0.25 / math.sqrt(2)),
+                               "t": pytest.approx(-15), "floor": 0.5, "resolved": True}
+    assert (floor["id"], floor["verdict"], floor["measured"]) == ("003.N7", "unresolved", 0.25)
+    assert rows["BPB, square - baseline"]["verdict"] == "unresolved"   # 1 < 3 * .5
+    assert lost["verdict"] == "unresolved" and math.isnan(lost["measured"])
+    assert lost["detail"]["each"] == [-2, None]
+    assert math.isnan(rows["BPB, stopped"]["measured"])
+    assert rows["BPB, exp"]["detail"] == {"each": [1.0, 3.25], "bytes_per_second": 100.0,
+                                          "peak_mib": 7.0}
+    assert [rows[f"BPB, {n} - exp"]["id"] for n in ("stopped", "square")] == ["003.C2"] * 2
+    lines = [i for i in items if isinstance(i, str)]
+    assert "         sd 0.177, t -15, by seed -2 -1.75" in lines
+    assert "         sd null, t null, by seed -2 null, not resolved" in lines
+    assert "         sd 0.354, t 1, by seed 0.5 0, chaos floor 0.5" in lines
+    assert max(map(len, lines)) <= 100
+
+
+# train.py: runs
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_twenty_steps_repeat_bit_for_bit(quick, seed):
+    args = trained("--steps", "20")
+    a, b = (train.train(args, "exp", seed) for _ in range(2))
+    for timed in ("bytes_per_second", "peak_mib"):
+        assert a.pop(timed) > 0 and b.pop(timed) > 0
+    assert a == b and len(a["losses"]) == 20
+    assert train.train(args, "exp", seed + 1)["losses"] != a["losses"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fused_and_unfused_train_alike_step_by_step(quick, seed):
+    args = trained("--steps", "20")
+    a, b, base = (train.train(args, n, seed) for n in ("fused", "unfused", "baseline"))
+    # 20 steps, each of which may make a rounding some ten times as large as it was
+    gap = np.abs(np.array(a["losses"]) / b["losses"] - 1)
+    assert gap.max() < 1e-12
+    assert abs(a["losses"][-1] - base["losses"][-1]) > 1e-5   # and the gains have moved
+
+
+def test_the_loss_falls_and_the_score_is_of_the_trained_model(quick):
+    args = trained("--steps", "30", "--batch", "16")
+    out = train.train(args, "baseline", 0)
+    assert out["losses"][0] / math.log(2) == pytest.approx(8, abs=0.1)
+    assert out["bpb"] < 6 and out["losses"][-1] < 6 * math.log(2)
+
+
+def test_a_run_that_diverges_is_null(quick, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(train.RECIPE, "head", 1e308)
+    args = trained("--steps", "6", "--out", str(tmp_path / "runs.jsonl"))
+    out = train.train(args, "exp", 0)
+    assert out["bpb"] is None and out["losses"][-1] is None and len(out["losses"]) < 6
+    rows = report.judge(train, *TINY, "--out", str(tmp_path / "runs.jsonl"))
+    assert "null bits per byte" in capsys.readouterr().err
+    assert b"NaN" not in (tmp_path / "runs.jsonl").read_bytes()
+    assert {r["id"] for r in rows if r["verdict"] in ("FAILS", "weak")} == {"003.G3"}  # its steps
+    assert math.isnan(found(rows, "003.C1", "BPB, exp - ")["measured"])
+
+
+def fields(rows):
+    """The rows without what is timed."""
+    for r in rows:
+        for timed in ("bytes_per_second", "peak_mib"):
+            r.get("detail", {}).pop(timed, None)
+    return [{**r, "measured": str(r["measured"])} for r in rows]
+
+
+def test_a_continued_table_equals_an_uninterrupted_one(quick, tmp_path, monkeypatch, capsys):
+    out, kept, calls = tmp_path / "runs.jsonl", train.train, []
+    told = fields(report.judge(train, *TINY))
+    monkeypatch.setattr(train, "train", lambda *a: calls.append(a[1:]) or kept(*a))
+    assert report.holds(report.judge(train, *TINY, "--seeds", "1", "--out", str(out)))
+    assert calls == [(n, 0) for n in ("baseline", "perturbed", "exp")]
+    whole = out.read_bytes()
+    assert whole.count(b"\n") == 3
+    out.write_bytes(whole[:-40])   # as if killed while the third line was written
+    calls.clear()
+    capsys.readouterr()
+    assert fields(report.judge(train, *TINY, "--out", str(out))) == told
+    assert calls == [("exp", 0), *((n, 1) for n in ("baseline", "perturbed", "exp"))]
+    assert f"{out}: line 3 was cut short, its run is done again\n" in capsys.readouterr().err
+    calls.clear()
+    assert fields(report.judge(train, *TINY, "--out", str(out))) == told
+    assert calls == []
+    assert len(out.read_text().splitlines()) == 6
+    assert "exp, seed 1: " in (err := capsys.readouterr().err)
+    assert err.count(f"from {out}") == 6
+
+
+def test_a_changed_option_is_another_run(quick, tmp_path, monkeypatch):
+    out, other = tmp_path / "runs.jsonl", tmp_path / "text"
+    other.write_bytes(bytes(range(256)) * 9)
+    report.judge(train, *TINY, "--seeds", "1", "--out", str(out))
+    base = {"arm": "exp", "seed": 0}
+    monkeypatch.setattr(train, "train", lambda *a: {})
+    for argv in (("--steps", "5"), ("--depth", "1"), ("--width", "16"), ("--context", "9"),
+                 ("--batch", "3"), ("--text", str(other)), ("--dtype", "float32"), ()):
+        args = trained("--out", str(out), *argv)
+        record, fresh = train.run_of(SimpleNamespace(**{**vars(args), "out": ""}), "exp", 0)
+        assert fresh == bool(argv), argv
+        assert base.items() <= record.items()
+    for key, value in (("head", 0.5), ("decay", 0.1)):
+        monkeypatch.setitem(train.RECIPE, key, value)
+        assert train.run_of(SimpleNamespace(**{**vars(args), "out": ""}), "exp", 0)[1]
+    assert train.settings(args, "exp", 4) == {
+        "arm": "exp", "seed": 4, "steps": 4, "depth": 2, "width": 32, "context": 8, "batch": 4,
+        "head": 16, "windows": 8, "text": args.digest, "dtype": "float64", "device": "cpu",
+        "torch": torch.__version__, "threads": 1, "recipe": train.RECIPE}
+
+
+def test_the_text_is_split_and_its_windows_are_spread(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(i % 256 for i in range(1000)))
+    args = trained("--text", str(file), "--context", "9")
+    assert args.train.tolist() == [i % 256 for i in range(900)]
+    assert args.valid.shape == (11, 10)   # (100 - 1) // 9, the first and the last byte among them
+    assert args.valid[0].tolist() == [i % 256 for i in range(900, 910)]
+    assert args.valid[-1].tolist() == [i % 256 for i in range(990, 1000)]
+    assert args.digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_bytes(b"\xff\xfe\x00" * 70)   # no encoding's text
+    assert trained("--text", str(file)).train[:3].tolist() == [255, 254, 0]
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (("--arms", "exp,nope"), "choose among baseline,perturbed,temperature,exp"),
+    (("--arms", ""), "choose among baseline"),
+    (("--width", "40"), "give a multiple of 16"), (("--steps", "0"), "'0' is not a whole number"),
+    (("--seeds", "x"), "'x' is not a whole number"), (("--context", "1"), "is not a whole number"),
+    (("--text", "HERE"), "not a regular file; name one that can be read"),
+    (("--text", "HERE/none"), "No such file"), (("--text", "HERE/empty"), "0 bytes; --context 8"),
+    (("--text", "HERE/short"), "89 bytes; --context 8 needs 90 or more"),
+    (("--out", "HERE"), "not a regular file; name one that can be read and written"),
+    (("--out", "HERE/none/runs"), "No such file"), (("--out", "HERE/short"), "no run of this"),
+    (("--out", "HERE/lines"), "no run of this script; name another file"),
+    (("--out", "HERE/other"), "no run of this script"), (("--seed", str(2**63 - 1)), "leave room")])
+def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys, monkeypatch, argv, says):
+    files = {"empty": b"", "short": b"x" * 89, "lines": b"[1, 2]\n",
+             "other": b'{"arm": "exp", "seed": 0}\n'}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(train, "train", None)
+    with pytest.raises(SystemExit) as stop:
+        status(train, *TINY, *(a.replace("HERE", str(tmp_path)) for a in argv))
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and err.startswith("train.py: error: ")
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    def closed(path, mode="r", **more):
+        raise PermissionError(13, "Permission denied", path)
+    monkeypatch.setattr(train, "open", closed, raising=False)
+    monkeypatch.setattr(train, "train", None)
+    with pytest.raises(SystemExit) as stop:
+        status(train, *TINY, "--out", str(tmp_path / "runs"))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (f"train.py: error: --out {tmp_path / 'runs'}: Permission "
+                                       "denied; name one that can be read and written\n")
+
+
+def test_ninety_bytes_are_enough_for_a_context_of_eight(quick, tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(90)))
+    assert report.holds(report.judge(train, *TINY, "--text", str(tmp_path / "text")))
+
+
+# train.py: the script
+
+
+@pytest.mark.parametrize("argv", [
+    (), ("--dtype", "float32"), ("--depth", "1", "--width", "16"),
+    ("--dtype", "float32", "--depth", "3", "--batch", "7", "--width", "48")])
+def test_identities_of_training_hold_over_seeds_and_no_bound_is_inflated(quick, argv):
+    worst = worst_ratios(train, range(2), *TINY, "--seeds", "1", "--steps", "4", *argv)
+    assert set(worst) == {("003.N1", "|BPB/8-1| of a uniform model"),
+                          ("003.G3", "loss and gradients, fused = unfused"),
+                          ("003.M1", "max |cos(G_h,W_h)|, W_Q and W_K"),
+                          ("003.M6", "norm law of W_Q and W_K, worst step")}
+    for key, ratio in worst.items():
+        assert ratio < 0.7, (key, ratio)
+        assert ratio > 0.01 or key[0] == "003.N1", (key, ratio)
+
+
+def test_rotation_is_equilibriums_at_the_norm_it_has(quick):
+    rows = report.judge(train, *TINY, "--arms", "baseline", "--seeds", "1", "--steps", "50")
+    r = found(rows, "003.M8", "(1-cos t)/equilibrium's")
+    assert (r["kind"], r["verdict"]) == ("law", "ok") and r["bound"] < 0.1
+    # white gradients: .02 sqrt(16 21.0525/.0199); 1 - cos t = (.0199/21.0525 - 1e-4)/1.98
+    assert found(rows, "003.M8", "|W_h|")["expected"] == pytest.approx(2.60205, rel=1e-5)
+    assert found(rows, "003.M8", "t,")["expected"] == pytest.approx(0.0292197, rel=1e-5)
+
+
+def uncautious(p, kept=train.optimizer):
+    """A step whose decay is a tenth of what it says."""
+    step = kept(p)
+
+    def other(G):
+        W = {k: p[k].detach().clone() for k in train.MATRICES}
+        P = step(G)
+        for k in train.MATRICES:
+            p[k].data += 0.9 * 0.01 * W[k]
+        return P
+    return other
+
+
+@pytest.mark.parametrize(("name", "wrong", "fails"), [
+    ("norm", lambda x: x, {"003.M1"}),
+    ("optimizer", uncautious, {"003.M6"}),
+    ("turn", lambda y, a=train.A: y / (2 * a), {"003.M8"}),
+    ("bits", lambda *a, kept=train.bits: kept(*a) * 1.001, {"003.N1"}),
+    ("metric", lambda arm, tau, kept=train.metric: 1.001 * kept(arm, tau), {"paired"}),
+    ("angles", lambda x, phi=None, kept=train.angles: kept(x) * (1.001 if phi is not None else 1),
+     {"paired"}),
+])
+def test_a_corrupted_formula_fails_train(quick, monkeypatch, name, wrong, fails):
+    monkeypatch.setattr(train, name, wrong)
+    steps = "50" if name == "turn" else "4"   # M8 needs a norm at rest
+    rows = report.judge(train, *TINY, "--seeds", "1", "--steps", steps)
+    bad = {r["id"] for r in rows if r["verdict"] in ("FAILS", "weak")}
+    assert fails <= bad, bad
+
+
+def test_unpaired_batches_and_a_wrong_gain_fail_train(quick, monkeypatch):
+    kept, shown = train.parameters, train.attention
+    monkeypatch.setattr(train, "parameters", lambda args, name, seed: (
+        p := kept(args, name, seed), (p[0], p[1] + (name == "exp")))[1])
+    rows = report.judge(train, *TINY, "--seeds", "1")
+    assert found(rows, "paired", "runs whose batches")["verdict"] == "FAILS"
+    assert found(rows, "paired", "runs whose first loss")["verdict"] == "FAILS"
+    monkeypatch.setattr(train, "parameters", kept)
+    monkeypatch.setattr(train, "attention", lambda x, p, i, arm: shown(
+        p["gain"][i, 0] * x if arm.gain == "unfused" else x, p, i,
+        arm._replace(gain="") if arm.gain == "unfused" else arm))   # the gate reads g x
+    rows = report.judge(train, *TINY, "--seeds", "1")
+    assert {r["quantity"] for r in rows if r["verdict"] == "FAILS"} == {
+        "loss and gradients, fused = unfused"}
+
+
+def test_what_training_scores_never_decides_the_exit_status(quick, capsys):
+    rows = report.judge(train, *TINY)
+    assert {r["kind"] for r in rows if r["id"] in ("003.C1", "003.C2", "003.C3", "003.N7")} <= {
+        "info", "unresolved"}
+    assert status(train, *TINY, "--json") == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["holds"] and out["options"] == {
+        "arms": "exp", "batch": 4, "context": 8, "depth": 2, "out": "", "seeds": 2, "steps": 4,
+        "text": "", "width": 32}
+
+
+def test_memory_rows_stand_beside_both_laws(monkeypatch):
+    args = trained("--steps", "1")
+    (row,) = train.memory(args)
+    assert row[0] == "unresolved" and "needs cuda" in row[2]
+    sizes, held = [], iter(range(1000))
+    cuda = SimpleNamespace(**{**vars(args), "device": SimpleNamespace(type="cuda")})
+    monkeypatch.setattr(train, "parameters", lambda args, name, seed: (
+        sizes.append((args.depth, args.width, args.dtype)) or {"x": row_of_one()}, None))
+    monkeypatch.setattr(train, "nats", lambda p, arm, w: p["x"])
+    monkeypatch.setattr(torch, "compile", lambda f, **k: f)
+    monkeypatch.setattr(torch, "zeros", lambda *s, **k: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda d: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: 2**20 * next(held))
+    rows = list(train.memory(cuda))
+    assert {r[0] for r in rows} == {"info"}
+    assert [(r[2], r[3]) for r in rows[:4]] == [
+        ("MiB more, unfused, L=6, B=64, eager", 1152), ("MiB more, fused, L=6, B=64, eager", 0),
+        ("MiB more, unfused, L=6, B=64, compiled", 288),
+        ("MiB more, fused, L=6, B=64, compiled", 0)]
+    assert [r[3] for r in rows[4:]] == [1024, 0, 256, 0, 2048, 0, 512, 0]
+    assert [r[4] for r in rows] == [1, 2] * 6
+    assert set(sizes) == {(6, 384, torch.bfloat16), (8, 512, torch.bfloat16)}
+
+
+def row_of_one():
+    return torch.ones(1, requires_grad=True)
 
 
 if __name__ == "__main__":

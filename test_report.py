@@ -28,6 +28,9 @@ torch.set_num_threads(1)
 HERE = pathlib.Path(__file__).resolve().parent
 SCRIPTS = sorted(p.stem for p in HERE.glob("*.py") if not p.stem.startswith("test_")
                  and "    from report import run\n" in p.read_text(encoding="utf-8"))
+SHORT = {  # what a script that trains for minutes is given here; .ci/run runs it whole
+    "train": ("--arms", "exp,stopped", "--seeds", "2", "--steps", "3", "--context", "8",
+              "--batch", "32")}
 NAN, INF = math.nan, math.inf
 
 
@@ -494,8 +497,8 @@ def test_scripts_import_torch_numpy_and_the_standard_library_only(name):
 
 @functools.cache
 def rows(name, *argv):
-    """The rows of a script; each command line runs once."""
-    return report.judge(importlib.import_module(name), *argv)
+    """The rows of a script; each command line runs once, without one SHORT's."""
+    return report.judge(importlib.import_module(name), *(argv or SHORT.get(name, ())))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -563,7 +566,8 @@ def test_the_operator_table_tells_mps_kernels_apart():
 def test_every_float32_operator_has_an_mps_kernel(name):
     module = importlib.import_module(name)
     with Operators() as seen:
-        assert report.holds(report.judge(module, "--device", "cpu", "--dtype", "float32"))
+        argv = "--device", "cpu", "--dtype", "float32", *SHORT.get(name, ())
+        assert report.holds(report.judge(module, *argv))
     names = sorted(func.name().removeprefix("aten::") for func in seen.seen)
     assert len(names) > 5
     assert [op for op in names if not runs_on_mps(op)] == []

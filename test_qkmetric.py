@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import os
+import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -1973,6 +1975,36 @@ def test_a_changed_option_is_another_run(quick, tmp_path, monkeypatch):
         "arm": "exp", "seed": 4, "steps": 4, "depth": 2, "width": 32, "context": 8, "batch": 4,
         "head": 16, "windows": 8, "text": args.digest, "dtype": "float64", "device": "cpu",
         "torch": torch.__version__, "threads": 1, "recipe": train.RECIPE}
+
+
+def test_speed_is_bytes_trained_by_second_and_threads_are_told_apart(quick, monkeypatch):
+    args, clock = trained(), iter((10.0, 12.0))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock))
+    assert train.train(args, "baseline", 0)["bytes_per_second"] == 4 * 4 * 8 / 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert train.settings(args, "exp", 0)["threads"] == 7
+
+
+def test_peaks_are_in_mebibytes(monkeypatch):
+    cpu, cuda = torch.device("cpu"), SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
+    assert train.peak(cuda) == 3
+    monkeypatch.setitem(sys.modules, "resource", SimpleNamespace(
+        RUSAGE_SELF=0, getrusage=lambda who: SimpleNamespace(ru_maxrss=5 * 2**20)))
+    for platform, told in (("linux", 5 * 2**10), ("darwin", 5)):
+        monkeypatch.setattr(train.sys, "platform", platform)
+        assert train.peak(cpu) == told
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert train.peak(cpu) is None
+
+
+def test_the_command_trains_on_one_thread(tmp_path):
+    out = tmp_path / "runs.jsonl"
+    done = subprocess.run([sys.executable, train.__file__, *TINY, "--seeds", "1", "--steps", "1",
+                           "--batch", "32", "--out", str(out)], capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert (done.returncode, done.stderr.count("\n")) == (0, 3)
+    assert [json.loads(line)["threads"] for line in out.read_text().splitlines()] == [1] * 3
 
 
 def test_the_text_is_split_and_its_windows_are_spread(tmp_path):

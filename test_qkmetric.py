@@ -2142,8 +2142,7 @@ def test_what_training_scores_never_decides_the_exit_status(quick, capsys):
     assert status(train, *TINY, "--json") == 0
     out = json.loads(capsys.readouterr().out)
     assert out["holds"] and out["options"] == {
-        "arms": "exp", "batch": 4, "context": 8, "depth": 2, "out": "", "seeds": 2, "steps": 4,
-        "text": "", "width": 32}
+        "arms": "exp", "batch": 4, "context": 8, "depth": 2, "seeds": 2, "steps": 4, "width": 32}
 
 
 def test_memory_rows_stand_beside_both_laws(monkeypatch):

@@ -423,8 +423,8 @@ def options(parser):
             ("context", 64, 2, "bytes"), ("batch", 8, 1, "windows a step")):
         parser.add_argument(f"--{name}", type=parser.number(low, 2**31, int, closed=True),
                             default=value, help=help)
-    parser.add_argument("--text", default="", help="a file, read as bytes; else Python's topics")
-    parser.add_argument("--out", default="", help="a file that keeps runs; those in it are not "
+    parser.add_argument("--text", help="a file, read as bytes; else Python's topics")
+    parser.add_argument("--out", help="a file that keeps runs; those in it are not "
                         "run again")
     parser.set_defaults(prepare=prepare)
 

@@ -12,14 +12,14 @@ rs            1 / r, all that forward saves anew   (n, 1)
 e             epsilon, in units of x^2
 
 To import: y = rms_norm(x, gain, eps), with any leading shape and without a gain if it is None.
---bench times forward, backward and int8 beside a copy; it compiles, which takes a minute.
+--bench only times forward, backward and int8 beside a copy; it compiles, which takes a minute.
 
 python kernel.py [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [--json]
-                 [--bench [float32|bfloat16|float16]] [--shape 4096x4096] [--threads 1]
+python kernel.py --bench [--shape 4096x4096] [--threads 1] [--dtype float32|bfloat16|float64]
 """
 
 import argparse
-import math
+import numbers
 import os
 import statistics
 import time
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 N, D, WIDTHS = 64, 96, (77, 96, 128)  # widths: odd, 3 2^k, 2^k
-SIZES = f"n={N} d={'/'.join(map(str, WIDTHS))}"
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 EPS, BIG = 1e-6, 0.5  # Llama's e, and one near ms, so that no term of the backward is small
 C_NORM = 8  # x eps: a mean of squares, a root and a quotient, a few ulps each
 C_SUM = 4  # x eps x sum of |terms|: n rounded products whose errors walk
@@ -37,7 +37,13 @@ BY_HAND = [[1, 2, -1, 0.5], [0.125, -0.375, -0.125, 0.125], [1, 0, 1, 2]]  # its
 IDS = {"copy": "copy", "forward": "002.H10", "backward": "002.B5", "int8": "002.J9"}  # of bench
 PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's own switch for huge pages
 ROUNDS = 9  # timings of each pass, interleaved; the median is told
-CHUNK = 2**19  # numbers of x in a piece of backward: what it writes for dgain stays in cache
+CHUNK = 2**20  # numbers of x in a piece of backward: what it writes for dgain stays in cache
+
+
+def SIZES(args):
+    """Sizes of the rows, or of the bench."""
+    bench, widths = "x".join(map(str, args.shape or ())), "/".join(map(str, WIDTHS))
+    return f"{bench} threads={args.threads}" if args.bench else f"n={N} d={widths}"
 
 
 def wide(x):
@@ -67,10 +73,15 @@ def reciprocal(x, e):
     return ((x * x).mean(-1, keepdim=True) + e).rsqrt()
 
 
-def input_gradient(u, x, rs):
+def row_mean(u, x, rs):
+    """mean(u xh), the one sum along the row. (n, 1)"""
+    return (u * (wide(x) * rs)).mean(-1, keepdim=True)
+
+
+def input_gradient(u, x, rs, mean=None):
     """dx = (u - xh mean(u xh)) / r, u = gain g. (n, d)"""
-    xh = wide(x) * rs
-    return (u - xh * (u * xh).mean(-1, keepdim=True)) * rs
+    mean = row_mean(u, x, rs) if mean is None else mean
+    return (u - wide(x) * rs * mean) * rs
 
 
 def gain_gradient(g, x, rs):
@@ -84,8 +95,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gain, e):
         rs = reciprocal(x, e)
-        if e == 0 and rs.isinf().any():
-            raise ValueError("x: a row whose mean square is 0 has no direction; give eps > 0")
+        if e == 0 and (rs > torch.finfo(rs.dtype).tiny**-0.5).any():
+            raise ValueError("x: a row's mean square is 0, or subnormal; give eps > 0")
         ctx.save_for_backward(x, gain, rs)
         ctx.e = e
         return gained(wide(x) * rs, gain).to(x.dtype)
@@ -104,24 +115,25 @@ class RMSNorm(torch.autograd.Function):
 def check(x, gain, eps):
     """ValueError or TypeError that names the argument."""
     for name, t in {"x": x, "gain": x if gain is None else gain}.items():
-        if not (isinstance(t, torch.Tensor) and t.is_floating_point()):
-            raise TypeError(f"{name}: a tensor of real floating-point numbers is needed")
+        if not (isinstance(t, torch.Tensor) and t.dtype in DTYPES and t.layout == torch.strided):
+            raise TypeError(f"{name}: a dense tensor of {', '.join(map(str, DTYPES))} is needed")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: the last axis must hold a number, but the shape is {tuple(x.shape)}")
     if gain is not None and (gain.shape != x.shape[-1:] or gain.device != x.device):
         raise ValueError(f"gain: must have shape ({x.shape[-1]},) on {x.device}, "
                          f"not {tuple(gain.shape)} on {gain.device}")
-    if not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: must be a number, not {type(eps).__name__}")
-    held = torch.promote_types(x.dtype, torch.float32)
-    if eps != 0 and not torch.finfo(held).tiny <= eps < math.inf:
-        raise ValueError(f"eps: {eps} is neither 0 nor a positive normal number of {held}")
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+        raise TypeError(f"eps: must be a real number, not {type(eps).__name__}")
+    held = torch.finfo(torch.promote_types(x.dtype, torch.float32))
+    if eps != 0 and not held.tiny <= eps <= held.max:
+        raise ValueError(f"eps: {eps} is neither 0 nor a positive normal number of {held.dtype}")
 
 
 def rms_norm(x, gain=None, eps=EPS):
     """RMSNorm over the last axis of x (..., d), gain (d,) or None; differentiable twice.
 
-    Statistic and sums are float32 for 16-bit x; y is rounded once, after the gain, to x's dtype."""
+    Statistic and sums are float32 for 16-bit x; y is rounded once, after the gain, to x's dtype.
+    As in torch NaN stays NaN, and a row whose squares overflow has y = 0 and dx = 0."""
     check(x, gain, eps)
     return RMSNorm.apply(x, gain, float(eps))
 
@@ -178,8 +190,7 @@ def backward(args, eps, pair, norm, run):
 
 def example(args):
     """D1: the write-up's numbers at d = 4, bit for bit, three norms and every dtype."""
-    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
-    for dtype in dtypes[args.device.type == "mps":]:
+    for dtype in DTYPES[args.device.type == "mps":]:
         x, gain, g, *right = (torch.tensor(v, dtype=dtype, device=args.device)
                               for v in EXAMPLE + BY_HAND)
         off = sum(differ((norm(x, gain, 0.0), *grads(norm, x, gain, g)), right)
@@ -207,16 +218,21 @@ def saved(args, eps):
 
 
 def forward_pass(x, gain, y, rs):
-    """y and rs, written where they are wanted; the three passes are what is compiled."""
+    """y and rs, written where they are wanted; the four passes are what is compiled."""
     r = reciprocal(x, EPS)
     rs.copy_(r)
     y.copy_(gained(wide(x) * r, gain))
 
 
-def backward_pass(g, x, gain, rs, dx):
+def mean_pass(g, x, gain, rs):
+    """mean(u xh) of each row, in a sweep of its own: what writes dx then streams."""
+    return row_mean(gained(g, gain), x, rs)
+
+
+def backward_pass(g, x, gain, rs, mean, dx, terms):
     """dx where it is wanted, and the terms of dgain, to be summed while they are in cache."""
-    dx.copy_(input_gradient(gained(g, gain), x, rs))
-    return wide(g) * wide(x) * rs
+    dx.copy_(input_gradient(gained(g, gain), x, rs, mean))
+    terms.copy_(wide(g) * wide(x) * rs)
 
 
 def int8_pass(x, gain, codes):
@@ -236,14 +252,18 @@ def int8(y):
 def timed(x, gain, g):
     """(pass, name, bytes that must move, run); what run() returns is to agree within a pass."""
     y, dx, codes = (torch.empty_like(x, dtype=t) for t in (x.dtype, x.dtype, torch.int8))
-    forward, backward, quantise = (torch.compile(f, dynamic=False)
-                                   for f in (forward_pass, backward_pass, int8_pass))
+    forward, means, backward, quantise = (torch.compile(f, dynamic=False) for f in (
+        forward_pass, mean_pass, backward_pass, int8_pass))
     at, rs, size = [t.detach().requires_grad_() for t in (x, gain)], reciprocal(x, EPS), x.nbytes
+    rows = min(len(x), max(1, CHUNK // x.shape[1])) if x.device.type == "cpu" else len(x)
+    terms, ones = rs.new_empty(rows, x.shape[1]), rs.new_ones(rows)
 
     def ours():
-        rows = max(1, CHUNK // x.shape[1]) if x.device.type == "cpu" else len(x)
-        pieces = zip(*(t.split(rows) for t in (g, x, rs, dx)), strict=True)
-        return dx, sum(backward(a, b, gain, c, out).sum(0) for a, b, c, out in pieces)
+        dgain, all = 0, (g, x, rs, means(g, x, gain, rs), dx)
+        for a, b, c, mean, out in zip(*(t.split(rows) for t in all), strict=True):
+            backward(a, b, gain, c, mean, out, terms[:len(a)])
+            dgain = dgain + ones[:len(a)] @ terms[:len(a)]
+        return dx, dgain
     yield "copy", "of x", 2 * size, lambda: (y.copy_(x),)
     for name, norm in (("torch's", functional), ("eager", rmsnorm)):
         out = norm(*at, EPS)
@@ -257,13 +277,15 @@ def timed(x, gain, g):
 
 
 def clock(run, device):
-    """Milliseconds of one run."""
+    """Milliseconds of one run; of one thread those of its CPU, which no other process adds to."""
     wait = getattr(getattr(torch, device.type), "synchronize", lambda: None)
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    now = time.thread_time if alone else time.perf_counter
     wait()
-    start = time.perf_counter()
+    start = now()
     run()
     wait()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (now() - start)
 
 
 def agree(kind, ours, torchs, eps):
@@ -276,37 +298,38 @@ def agree(kind, ours, torchs, eps):
 
 def bench(args):
     """B5, H10, J9: each pass as torch ships it, eager and compiled, beside a copy of x."""
-    dtype, runs, torchs = getattr(torch, args.bench), {}, {}
-    x, gain, g = (t.to(dtype) for t in inputs(args, *args.shape))
-    yield (f"bench: {'x'.join(map(str, args.shape))} {args.bench}, {args.threads} threads, "
-           f"{PAGES}={os.environ.get(PAGES)}, median of {ROUNDS}, ms\n"
+    runs, torchs = {}, {}
+    x, gain, g = (t.to(args.dtype) for t in inputs(args, *args.shape))
+    yield (f"bench: {PAGES}={os.environ.get(PAGES)}, median of {ROUNDS}, ms\n"
            "     pass           bytes to move | copies | torch's time over it")
     for kind, name, size, run in timed(x, gain, g):
         try:
             out = run()
         except Exception as error:  # no C++ compiler, or a backend that torch.compile lacks
-            what, detail = f"{kind}, {name}: {type(error).__name__}", {"error": str(error)}
-            yield "info", IDS[kind], what, None, None, None, detail
+            what = f"{kind}, {name}: {str(error) or type(error).__name__}".splitlines()[0][:49]
+            yield "info", IDS[kind], what, None, None, None, {"error": str(error)}
             continue
-        runs[kind, name] = size, run, []
+        runs[kind, name] = size, run
         if name == "ours":
-            yield agree(kind, out, torchs[kind], torch.finfo(dtype).eps)
+            yield agree(kind, out, torchs[kind], torch.finfo(args.dtype).eps)
         torchs.setdefault(kind, out)
-    for _ in range(ROUNDS):
-        for _, run, times in runs.values():
-            times.append(clock(run, args.device))
-    ms = {key: statistics.median(times) for key, (_, _, times) in runs.items()}
-    for (kind, name), (size, _, _) in runs.items():
-        t = ms[kind, name]
-        copies, faster = t / ms["copy", "of x"], ms.get((kind, "torch's"), t) / t
+    times = [[clock(run, args.device) for _, run in runs.values()] for _ in range(ROUNDS)]
+    ms = dict(zip(runs, map(statistics.median, zip(*times, strict=True)), strict=True))
+    for (kind, name), t in ms.items():
+        size, copies = runs[kind, name][0], t / ms["copy", "of x"]
+        faster = ms.get((kind, "torch's"), t) / t
         what = f"{kind:<8} {name:<7} {size / 2**20:5.4g} MiB | {copies:5.2f} | {faster:5.2f}"
-        detail = {"bytes": size, "copies": copies, "faster": faster, "threads": args.threads}
-        yield "info", IDS[kind], what, None, t, None, detail
+        yield "info", IDS[kind], what, None, t, None, dict(
+            bytes=size, copies=copies, faster=faster, shape=args.shape, threads=args.threads)
 
 
 def measure(args):
-    """Headings and sections in the write-up's order."""
+    """Sections in the write-up's order; or, of what the bench times, the example and the times."""
     eps = torch.finfo(args.dtype).eps
+    if args.bench:
+        torch.set_num_threads(args.threads)
+        yield from (example(args), bench(args))
+        return
     def closed_form(x, gain, g, e):
         rs = reciprocal(x, e)
         return input_gradient(g * gain, x, rs), gain_gradient(g, x, rs)
@@ -315,19 +338,6 @@ def measure(args):
     yield backward(args, eps, "autograd, Function", rmsnorm, lambda *at: grads(rms_norm, *at))
     yield example(args)
     yield saved(args, eps)
-    if args.bench:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(args.threads)
-        yield bench(args)
-        torch.set_num_threads(threads)
-
-
-class HugePages(argparse.Action):
-    """Asks torch for huge pages: it reads this variable once, at its first allocation."""
-
-    def __call__(self, parser, namespace, value, option=None):
-        os.environ.setdefault(PAGES, "1")
-        setattr(namespace, self.dest, value)
 
 
 def shape(text):
@@ -339,13 +349,28 @@ def shape(text):
 
 
 def options(parser):
-    """--bench [DTYPE], --shape, --threads."""
-    parser.add_argument("--bench", nargs="?", const="float32", action=HugePages,
-                        choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--shape", type=shape, default=(4096, 4096))
-    parser.add_argument("--threads", type=parser.number(1, 1025, int, closed=True), default=1)
+    """--bench, what is for it alone, and --dtype, which has bfloat16 for it."""
+    parser.set_defaults(prepare=prepare)
+    parser.add_argument("--bench", action="store_true", help="time forward, backward and int8")
+    parser.add_argument("--shape", type=shape, help="of --bench, 4096x4096 unless given")
+    parser.add_argument("--threads", type=parser.number(1, 1025, int, closed=True),
+                        help="of --bench, 1 unless given")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"),
+                        help="float64 unless given; float32 for --bench", default=argparse.SUPPRESS)
+
+
+def prepare(args):
+    """What is for --bench alone, and its defaults."""
+    half = args.dtype == torch.bfloat16
+    for name, given in (("shape", args.shape), ("threads", args.threads), ("dtype bfloat16", half)):
+        if given and not args.bench:
+            raise ValueError(f"argument --{name}: it is for --bench")
+    if args.bench:
+        args.shape, args.threads = args.shape or (4096, 4096), args.threads or 1
+        args.dtype = args.dtype if args.typed else torch.float32
 
 
 if __name__ == "__main__":
     from report import run
+    os.environ.setdefault(PAGES, "1")  # read once, when torch first allocates
     raise SystemExit(run(measure, __doc__, options))

@@ -3,12 +3,14 @@
 Every expected number is a closed form typed here or worked by hand. python test_rmskernel.py
 """
 
+import fractions
 import json
 import math
 import re
 import sys
 import types
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +130,7 @@ def square_mean(x):
 
 
 BROKEN = [
+    (kernel, "row_mean", lambda u, x, rs: 1.001 * (u * x * rs).mean(-1, keepdim=True)),
     (kernel, "input_gradient", lambda u, x, rs: u * rs),
     (kernel, "input_gradient", lambda u, x, rs: 1.001 * (
         u - x * rs * (u * x * rs).mean(-1, keepdim=True)) * rs),
@@ -153,6 +156,8 @@ BROKEN = [
     (folding, "to_int8", lambda t, top: (t * (127 / top)).round().to(torch.int8)),
     (folding, "weight_int8", lambda W, axis: ((127 * W / W.abs().max()).round(),
                                               W.abs().max() / 127)),
+    (folding, "weight_int8", lambda W, axis: ((127 * W / W.abs().amax(axis, True)).round(),
+                                              W.abs().amax(axis, True) / 128)),
     (folding, "reciprocal", lambda x, e: 1 / (square_mean(x).sqrt() + e)),
     (precision, "sequential", lambda t: t.sum(-1)),
     (precision, "tree", lambda t: t[..., 0] * t.shape[-1]),
@@ -419,7 +424,10 @@ def test_wrong_backwards_are_seen_without_a_reference(name):
 @pytest.mark.parametrize("error, name, at", [
     (TypeError, "x", ([1.0, 2.0],)), (TypeError, "x", (torch.arange(4),)),
     (TypeError, "x", (torch.ones(3, dtype=torch.complex64),)),
+    (TypeError, "x", (torch.ones(3).to(torch.float8_e4m3fn),)),
+    (TypeError, "x", (torch.eye(3).to_sparse(),)),
     (TypeError, "gain", (torch.ones(2), [1.0, 1.0])),
+    (TypeError, "gain", (torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn))),
     (TypeError, "gain", (torch.ones(2), torch.ones(2, dtype=torch.int64))),
     (ValueError, "x", (torch.tensor(1.0),)), (ValueError, "x", (torch.ones(3, 0),)),
     (ValueError, "gain", (torch.ones(2, 3), torch.ones(2))),
@@ -427,7 +435,15 @@ def test_wrong_backwards_are_seen_without_a_reference(name):
     (ValueError, "gain", (torch.ones(3), torch.ones(3, device="meta"))),
     (ValueError, "x", (torch.zeros(2, 3), None, 0)),
     (ValueError, "x", (torch.full((2, 3), 1e-30), None, 0)),
+    (ValueError, "x", (torch.tensor([[1.0, 2], [1e-22, 1e-22]]), None, 0)),  # squares of few bits
     (TypeError, "eps", (torch.ones(3), None, None)),
+    (TypeError, "eps", (torch.ones(3), None, "1e-6")),
+    (TypeError, "eps", (torch.ones(3), None, 1j)),
+    (TypeError, "eps", (torch.ones(3), None, True)),
+    (TypeError, "eps", (torch.ones(3), None, torch.tensor(1e-6))),
+    (ValueError, "eps", (torch.ones(3), None, 1e39)),
+    (ValueError, "eps", (torch.ones(3), None, 10**400)),
+    (ValueError, "eps", (torch.ones(3).double(), None, 10**400)),
     (ValueError, "eps", (torch.ones(3), None, -1e-6)),
     (ValueError, "eps", (torch.ones(3), None, math.nan)),
     (ValueError, "eps", (torch.ones(3), None, math.inf)),
@@ -439,9 +455,45 @@ def test_bad_arguments_are_named(call, error, name, at):
 
 def test_an_epsilon_that_float32_cannot_hold_is_refused():
     for dtype in (torch.float32, BF16, HALF):
-        with pytest.raises(ValueError, match=r"^eps: 1e-50"):
-            rms_norm(torch.ones(3, dtype=dtype), None, 1e-50)
+        for call, e in ((rms_norm, 1e-50), (quantise, 1e-50), (rms_norm, 1e50), (quantise, 1e50)):
+            with pytest.raises(ValueError, match=rf"^eps: {re.escape(str(e))}.* of float32$"):
+                call(torch.ones(3, dtype=dtype), None, e)
     assert near(rms_norm(torch.zeros(3).double(), None, 1e-50), [0, 0, 0])
+    assert near(quantise(torch.ones(3).double(), None, 1e50)[1] * 127e25, [1])
+
+
+def test_any_real_number_is_an_epsilon():
+    x = draw(3, 5, dtype=torch.float32)
+    for e in (numpy.float32(0.5), numpy.float64(0.5), fractions.Fraction(1, 2)):
+        assert torch.equal(rms_norm(x, None, e), rms_norm(x, None, 0.5))
+        assert torch.equal(quantise(x, None, e)[1], quantise(x, None, 0.5)[1])
+    assert torch.equal(rms_norm(x, None, 1), rms_norm(x, None, 1.0))
+
+
+def test_least_mean_squares_have_a_direction():  # 2^-126 is the least normal float32
+    x = torch.full((2,), 2.0**-63)
+    assert rms_norm(x, None, 0).tolist() == [1, 1]
+    assert quantise(x, None, 0)[0].tolist() == [127, 127]
+    for call in (rms_norm, quantise):
+        with pytest.raises(ValueError, match=r"^x: a row's mean square is 0, or subnormal"):
+            call(torch.full((2,), 2.0**-63.5), None, 0)
+        assert call(torch.full((2,), 2.0**-63.5).double(), None, 0)[0].any()
+
+
+def test_what_overflows_is_what_torch_makes_of_it():
+    x = torch.tensor([[1e25, 1e25], [math.inf, 1], [math.nan, 1], [3, 4]]).requires_grad_()
+    y = rms_norm(x, None, 0.5)
+    y.sum().backward()
+    assert torch.equal(y.nan_to_num(9), F.rms_norm(x, (2,), None, 0.5).nan_to_num(9))
+    assert y[0].tolist() == x.grad[0].tolist() == [0, 0] and y[2].isnan().all() and y[1, 1] == 0
+    assert y[3].isfinite().all() and x.grad[3].isfinite().all()
+
+
+def test_codes_reach_up_to_the_largest_number():
+    top = torch.finfo(torch.float32).max / 127
+    assert quantise(torch.ones(2), torch.full((2,), 0.999 * top))[0].tolist() == [127, 127]
+    with pytest.raises(ValueError, match=r"^x: a row holds inf or NaN, or its squares or 127 gain"):
+        quantise(torch.ones(2), torch.full((2,), 1.001 * top))
 
 
 @pytest.mark.parametrize("x", [[1, math.nan], [1, math.inf], [1e20, 1], [3e38, 1]])
@@ -452,7 +504,8 @@ def test_rows_that_have_no_codes_are_refused(x):
 
 @pytest.mark.parametrize("argv", [
     ["--shape", "4096"], ["--shape", "0x4"], ["--shape", "4x-1"], ["--threads", "0"],
-    ["--bench", "float8"], ["--shape", "4x4x4"]])
+    ["--shape", "4x4x4"], ["--shape", "4x4"], ["--threads", "1"], ["--dtype", "bfloat16"],
+    ["--dtype", "float8", "--bench"]])
 def test_bad_options_exit_with_2_and_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         status(kernel, *argv)
@@ -465,16 +518,29 @@ def test_bad_options_exit_with_2_and_one_line(argv, capsys):
 
 def bench(monkeypatch, compiler, *argv):
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setenv(kernel.PAGES, "0")
     monkeypatch.setattr(kernel, "CHUNK", 5 * 48)
     rows = report.judge(kernel, "--bench", *argv, "--shape", "33x48")
     assert torch.get_num_threads() == 1
-    return rows[len(judged(kernel, 0, "float64")):]
+    assert [(r["id"], r["verdict"]) for r in rows[:4]] == [("002.D1", "ok")] * 4
+    return rows[4:]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bench_takes_float32_unless_told_otherwise(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    for argv, dtype in (((), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
+        assert status(kernel, "--bench", "--shape", "3x5", "--json", *argv) == 0
+        out = json.loads(capsys.readouterr().out)
+        assert out["dtype"] == dtype and out["rows"][-1]["detail"]["shape"] == [3, 5]
+    args = report.parse("kernel.py", "", kernel.options, ["--bench"])
+    assert args.shape == (4096, 4096) and kernel.SIZES(args) == "4096x4096 threads=1"
+    args = report.parse("kernel.py", "", kernel.options, ["--bench", "--threads", "2"])
+    assert args.threads == 2 and args.dtype == torch.float32
+    assert kernel.SIZES(report.parse("kernel.py", "", kernel.options, [])) == "n=64 d=77/96/128"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_bench_tells_time_bytes_and_ratios(dtype, monkeypatch):
-    rows = bench(monkeypatch, lambda f, dynamic: f if not dynamic else None, dtype)
+    rows = bench(monkeypatch, lambda f, dynamic: f if not dynamic else None, "--dtype", dtype)
     told = [r for r in rows if r["kind"] == "info"]
     assert [r["verdict"] for r in rows if r["kind"] == "law"] == ["ok"] * 3
     assert [" ".join(r["quantity"].split()[:2]) for r in told] == [
@@ -494,16 +560,16 @@ def test_bench_tells_time_bytes_and_ratios(dtype, monkeypatch):
 def test_bench_without_a_compiler_says_so_and_goes_on(monkeypatch):
     def refuse(f, dynamic):
         def run(*_):
-            raise RuntimeError("no C++ compiler")
+            raise RuntimeError(f"no C++ compiler: {60 * 'x'}\n  tried g++")
         return run
     rows = bench(monkeypatch, refuse)
-    assert [r["quantity"] for r in rows if "RuntimeError" in r["quantity"]] == [
-        f"{p}, ours: RuntimeError" for p in ("forward", "backward", "int8")]
+    assert [r["quantity"] for r in rows if "compiler" in r["quantity"]] == [
+        f"{p}, ours: no C++ compiler: {60 * 'x'}"[:49] for p in ("forward", "backward", "int8")]
     assert len(rows) == 10 and all(r["verdict"] == "info" for r in rows)
 
 
 def test_bench_sees_a_pass_that_is_wrong(monkeypatch):
-    monkeypatch.setattr(kernel, "backward_pass", lambda g, x, gain, rs, dx: dx.copy_(g) * x)
+    monkeypatch.setattr(kernel, "mean_pass", lambda g, x, gain, rs: 0 * rs)
     rows = bench(monkeypatch, lambda f, dynamic: f if not dynamic else None)
     assert [r["verdict"] for r in rows if r["kind"] == "law"] == ["ok", "FAILS", "ok"]
 
@@ -512,7 +578,10 @@ def test_passes_by_hand():
     x, gain, g = (torch.tensor(v).double()[None] for v in kernel.EXAMPLE)
     y, dx, rs = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(1, 1).double()
     kernel.forward_pass(x, gain[0], y, rs)
-    terms = kernel.backward_pass(g, x, gain[0], torch.tensor([[0.5]]).double(), dx)
+    half, terms = torch.tensor([[0.5]]).double(), torch.zeros_like(x)
+    mean = kernel.mean_pass(g, x, gain[0], half)
+    assert mean.tolist() == [[0.75]]
+    kernel.backward_pass(g, x, gain[0], half, mean, dx, terms)
     assert near(y, [[1, 2, -1, 0.5]], 1e-6) and near(rs, [[1 / math.sqrt(4 + 1e-6)]])
     assert near(dx, [[0.125, -0.375, -0.125, 0.125]]) and near(terms, [[1, 0, 1, 2]])
     codes = torch.zeros(1, 4, dtype=torch.int8)
@@ -522,8 +591,51 @@ def test_passes_by_hand():
     assert codes.tolist() == [[64, 127, -64, 32]] and near(scale, [[2 / 127]])
 
 
-def test_clock_tells_milliseconds():
-    assert 20 < kernel.clock(lambda: __import__("time").sleep(0.02), torch.device("cpu")) < 200
+def test_clock_tells_milliseconds_of_one_thread_or_of_the_wall(monkeypatch):
+    ticks = {"thread_time": [3, 3.25], "perf_counter": [7, 7.5]}
+    for name in ticks:
+        monkeypatch.setattr(kernel.time, name, lambda name=name: ticks[name].pop(0))
+    seen = []
+    assert kernel.clock(lambda: seen.append(len(ticks["thread_time"])), torch.device("cpu")) == 250
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert kernel.clock(lambda: seen.append(len(ticks["perf_counter"])), torch.device("cpu")) == 500
+    assert seen == [1, 1]  # started before, stopped after
+
+
+def test_agreement_is_that_of_the_worst_element():
+    one, other = torch.tensor([1.0, 2, 4]), torch.tensor([1.0, 2.5, 4])
+    _, _, _, _, gaps, bound = kernel.agree("backward", (one, one), (one, other), 1e-3)
+    assert gaps == [0, 0.125] and bound == 8e-3
+    codes = torch.tensor([127, 3, -9], dtype=torch.int8)
+    for step, word in ((1, "ok"), (2, "FAILS")):
+        moved = codes + torch.tensor([0, step, 0], dtype=torch.int8)
+        assert report.row(*kernel.agree("int8", (moved,), (codes,), 1e-3))["verdict"] == word
+
+
+def test_rows_of_the_backward_are_relative_to_their_terms():
+    args, rows = seeded(2), []
+    for d in kernel.WIDTHS:
+        x, gain, g = kernel.inputs(args, kernel.N, d)
+        y, dx, dgain = exact_norm(x, gain, 0.5, g)
+        r, u = (x.square().mean(-1) + 0.5).sqrt(), gain * g
+        rows.append((1e-3 * (dx.norm(dim=-1) * r / u.norm(dim=-1)).max(),
+                     1e-3 * (dgain.abs() / (g * x / r[:, None]).abs().sum(0)).max(),
+                     1e-3 * (g * y).sum().abs() / (g * y).abs().sum()))
+    off = kernel.backward(seeded(2), 1e-16, "1.001", kernel.rmsnorm, lambda x, gain, g, e: [
+        1.001 * t for t in exact_norm(x, gain, e, g)[1:]])
+    for row, told in zip(off, zip(*rows, strict=True), strict=True):
+        assert near(torch.stack(row[4]), torch.stack(told), 1e-9), row
+
+
+def test_one_over_r_in_bfloat16_moves_dx_by_its_rounding():
+    x, gain, g = kernel.inputs(seeded(2), kernel.N, kernel.D)
+    rs = (x.square().mean(-1, keepdim=True) + kernel.EPS).rsqrt()
+    low, u, told = rs.bfloat16().double(), gain * g, []
+    for v in (rs, low):
+        told.append(v * u - x * v**3 * (u * x).mean(-1, keepdim=True))
+    far = ((told[0] - told[1]).norm(dim=-1) / rs[:, 0] / u.norm(dim=-1)).max()
+    row = next(r for r in kernel.saved(seeded(2), 1e-16) if "bfloat16" in r[2])
+    assert near(row[4], far, 1e-9)
 
 
 # the Jacobian's parts
@@ -679,6 +791,9 @@ def test_int8_errors_are_relative():
     assert near(rows["W before"], error(W, scale), 1e-9)
     assert near(rows["folded, quantised again"], error(folded, scale_1), 1e-9)
     assert near(rows["folded, old scales"], error(folded, scale), 1e-9)
+    clipped = sum(abs(round(float(v))) > 127 for v in (folded / scale).flatten())
+    beyond = next(r for r in folding.fold_int8(seeded(3)) if "beyond 127" in r[2])
+    assert beyond[4] == clipped > 48
     told = {r["quantity"]: r["measured"] for r in judged(folding, 0, "float64")}
     one, three = (told[f"int8 error |y'-y|/|y|, {name}"] for name in ("max|t|", "y in bfloat16"))
     assert 0.005 < one < three < 1.1 * one
@@ -715,6 +830,29 @@ def test_zero_rows_have_codes_and_a_scale_of_zero():
     assert not codes.any() and scale.tolist() == [[0], [0]]
     codes, scale = quantise(torch.ones(2, 3), torch.zeros(3), 1e-6)
     assert not codes.any() and scale.tolist() == [[0], [0]]
+
+
+def test_only_ties_tell_the_two_orders_of_a_code_apart():
+    x = folding.inputs(seeded(1), folding.ROWS)[0].bfloat16().double()
+    halves = int(((127 * x / x.abs().amax(1, True)).frac().abs() == 0.5).sum())
+    rows = {r[2]: r[4] for r in folding.sixteen(seeded(1))}
+    assert 0 < rows["the same, as t (127/max|t|)"] < halves
+    assert 0.1 < rows["codes of 128, which wrap, all in bfloat16"] / folding.ROWS < 0.6
+
+
+@pytest.mark.parametrize("column", range(6))
+def test_each_sweep_over_the_two_rows_counts(column, monkeypatch):
+    pairs = [([9, -3, 3, -3], [8, -3, 3, -3]), ([3, -9, 3, -3], [3, -8, 3, -3]),
+             ([3, -3, 9, -3], [3, -3, 8, -3]), ([3, -3, 3, -9], [3, -3, 3, -8])]
+    gains = [(1, 1, 0, 0), (1, 1, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1)]
+    (a, b), gain = (pairs[column], gains[column]) if column < 4 else (
+        ([4, -4, 1, 3], [4, -4, 2, 2]) if column == 4 else ([4, -4, 1, 2], [4, -4, 3, 0]), (1,) * 4)
+    monkeypatch.setattr(folding, "TWINS", ([a, b], gain))
+    row = next(r for r in folding.layernorm(seeded(0), 1e-16) if "6 sweeps" in r[2])
+    t = [[w * v for w, v in zip(gain, x, strict=True)] for x in (a, b)]
+    told = [(max(v), min(v), max(x), min(x), sum(x), sum(v * v for v in x))
+            for x, v in ((a, t[0]), (b, t[1]))]
+    assert row[4] == sum(p != q for p, q in zip(*told, strict=True)) > 0
 
 
 def test_two_rows_that_layernorm_cannot_tell_apart_in_one_sweep():

@@ -206,7 +206,7 @@ def not_tiny(args, eps):
 
 
 def faults(args, eps):
-    """B6: wrong backwards are seen without a reference, for they are not orthogonal to x."""
+    """B3, B6: wrong backwards are seen without a reference, for they are not orthogonal to x."""
     x, gain, g = inputs(args, N, D)
     xh, u = rmsnorm(x), g * gain
     for name, dx in (("gain twice in the sum", u - xh * (u * gain * xh).mean(-1, keepdim=True)),
@@ -216,8 +216,11 @@ def faults(args, eps):
                      ("no sum", u)):
         gap = peak((host(dx) * host(x)).sum(-1) / size(u) / size(x))
         yield breaks("B6", f"|<dx,x>| r/|u||x|, {name}", None, gap, C_DOT * eps)
-    gap = peak((host(rmsnorm_gradient(u, x)) * host(x)).sum(-1) / size(u) / size(x))
+    dx, r = host(rmsnorm_gradient(u, x)), host(x).square().mean(-1, keepdim=True).sqrt()
+    gap = peak((dx * host(x)).sum(-1) / size(u) / size(x))
     yield same("B6", "|<dx,x>| r/|u||x|, closed form", gap, C_DOT * eps)
+    gap = size(r * host(grad(lambda v: (rmsnorm(v) * u).sum(), x)) - dx) / size(u)
+    yield same("B3", "|dx-dx'| r/|u|, autograd, closed form", gap.max(), C_NORM * eps)
 
 
 def rescaled(args, eps):

@@ -319,11 +319,11 @@ def test_meanfree_holds_at_production_width_in_both_dtypes():
         assert min(sums[1::2]) > 1e5 * max(sums[::2])
 
 
-def test_meanfree_bounds_are_neither_tight_nor_slack_over_200_seeds(monkeypatch):
+def test_meanfree_bounds_are_neither_tight_nor_slack_over_60_seeds(monkeypatch):
     for name, value in (("WIDTHS", (5, 24)), ("B", 16), ("D_STACK", 12), ("B_STACK", 3),
                         ("DEPTH", 2)):
         monkeypatch.setattr(meanfree, name, value)
-    worst = worst_ratios(meanfree, range(200))
+    worst = worst_ratios(meanfree, range(60))
     assert len(worst) == 2 * (2 * 12 + 1)
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)

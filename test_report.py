@@ -562,12 +562,25 @@ def test_the_operator_table_tells_mps_kernels_apart():
     assert not any(map(runs_on_mps, ("_linalg_eigh", "geqrf", "logspace.out", "no_such_op")))
 
 
+BRIEF = {  # a walk of few steps has every operator of a long one
+    "equilibrium": ("BURN, STEPS = 40, (8, 32), 300, 500", "BURN, STEPS = 40, (8, 32), 12, 20"),
+    "muon": ("TRAINED = 96, 384, 60", "TRAINED = 4, 8, 3")}
+FEW = {**SHORT, "audit": ("--variant", "sandwich"), "dynamics": ("--steps", "4")}
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_float32_operator_has_an_mps_kernel(name):
-    module = importlib.import_module(name)
+    module, (long, brief) = importlib.import_module(name), BRIEF.get(name, ("", ""))
+    source = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    assert long in source
+    less = types.ModuleType(name)
+    less.__file__ = module.__file__
+    exec(compile(source.replace(long, brief, 1) if long else source, name, "exec"), less.__dict__)
     with Operators() as seen:
-        argv = "--device", "cpu", "--dtype", "float32", *SHORT.get(name, ())
-        assert report.holds(report.judge(module, *argv))
+        found = report.judge(less, "--device", "cpu", "--dtype", "float32", *FEW.get(name, ()))
+    assert [r for r in found if "raised" in r["quantity"]] == []
+    assert name in BRIEF or report.holds(found)
+    assert name not in BRIEF or {r["id"] for r in found} == {r["id"] for r in rows(name)}
     names = sorted(func.name().removeprefix("aten::") for func in seen.seen)
     assert len(names) > 5
     assert [op for op in names if not runs_on_mps(op)] == []

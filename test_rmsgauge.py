@@ -215,8 +215,8 @@ def test_gauge_holds_for_five_seeds_in_both_dtypes():
             assert hidden == (["|c G(3W)-G(W)|/|G|, c=3.003"] if dtype == "float32" else [])
 
 
-@pytest.mark.parametrize(("dtype", "seeds"), [("float64", 200), ("float32", 50)])
-def test_gauge_bounds_are_neither_tight_nor_slack_over_200_seeds(dtype, seeds, monkeypatch):
+@pytest.mark.parametrize(("dtype", "seeds"), [("float64", 80), ("float32", 40)])
+def test_gauge_bounds_are_neither_tight_nor_slack_over_seeds(dtype, seeds, monkeypatch):
     for name, value in (("N", 8), ("D_IN", 6), ("D", 12), ("HEADS", 3), ("SWEEP", [0.01, 0.7, 3]),
                         ("POWERS", [0.125, 32.0])):
         monkeypatch.setattr(gauge, name, value)

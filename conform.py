@@ -32,7 +32,9 @@ import inspect
 import io
 import json
 import math
+import os
 import shlex
+import sys
 import warnings
 import zlib
 from types import SimpleNamespace
@@ -47,12 +49,17 @@ GRADIENT = 4  # rho: the backward takes as many steps again, on two terms that m
 PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, the last rounding of the sum
 CANNOT_TELL = 0.25  # a wider band says nothing
 EXPLAINED = 1e-3  # of a difference that a cause may leave over
+CLOSER = 4  # so many times nearer than the right norm a cause must be, even in a wide band
 FUNCTION_EPS = 3e-6  # a function's eps: a value that nobody builds in
 LOW = {torch.float64: -400, torch.float16: -16}  # log2 of the least x whose square is sound
 TOP = {torch.float64: 200, torch.float16: 12}  # log2 of a large row, gradient included
 SHIFT = {torch.float64: 24, torch.float32: 11, torch.float16: 8}  # log2; small whole x stay exact
 POWERS = (-20, -6, -1, 1, 6, 11, 20)  # log2 c of the gauge
-WIDTHS = (7, 33, 769, 1536)  # odd, short, a tail of one, 3 x 2^9
+WIDTHS = (7, 33, 769, 1024, 1536, 4097)  # odd, short, a tail of one, 2^10, 3 x 2^9, long
+ROWS = 513  # 27 x 19: a tail of one behind blocks of 2^k
+COUNTS = (1, 67, ROWS)
+REPEATS = 60  # a race of one run in twenty is missed once in twenty
+SIGMAS = 5
 MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
 WIDEST = 2**22  # numbers in a tensor, beyond which there are fewer equal rows
 KNEE = (-4, -2, 0, 2)  # log2 of x around the row that eps halves
@@ -87,8 +94,8 @@ class Feed(torch.autograd.Function):
 
 
 def host(t):
-    """On the CPU in float64, where everything is compared."""
-    return t.detach().cpu().double()
+    """A copy on the CPU in float64, where everything is compared."""
+    return t.detach().to("cpu", torch.float64, copy=True)
 
 
 def short(dtype):
@@ -98,10 +105,14 @@ def short(dtype):
 
 @contextlib.contextmanager
 def quiet():
-    """The callee's prints and warnings stay out of the table."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    """The callee's prints, warnings, exits and gradient mode stay its own."""
+    out = contextlib.redirect_stdout(io.StringIO())
+    with warnings.catch_warnings(), out, torch.enable_grad():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        except SystemExit as stop:
+            raise RuntimeError(f"it called exit({stop.code})") from stop
 
 
 def builds(call):
@@ -119,7 +130,8 @@ class Norm:
         self.arg = FUNCTION_EPS if eps is None else eps
         self.names = ("weight" if self.function else None, None)  # of gain and bias
         self.plus, self.centred, self.place, self.e, self.scale = 0.0, False, "inside", 0.0, 1.0
-        self.modules, self.compiling, self.cause = {}, False, None
+        self.single, self.modules, self.cause = False, {}, None  # single: one gain for a row
+        self.compiling, self.mode = False, contextlib.nullcontext
         self.start("call")
 
     def start(self, id):
@@ -145,6 +157,7 @@ class Norm:
     def some_a(self, d=None):
         """A gain away from 0 and 1, of both signs; ones where the callee has none. (d,)"""
         a = self.draw(d or self.dim)
+        a = a[:1].expand_as(a) if self.single else a
         a = self.round(a.sign() * (1.5 + a.abs()) - self.plus) + self.plus
         return torch.ones_like(a) if self.names[0] is None else a
 
@@ -172,54 +185,62 @@ class Norm:
         return made.to(device=self.device, dtype=self.dtype)
 
     def tensors(self, d):
-        """Parameters and buffers of d numbers of the module of width d, by name."""
+        """Parameters and buffers of d numbers of the module of width d, then parameters of one."""
         if d not in self.modules:
             self.modules[d] = self.build(d)
-        named = [*self.modules[d].named_parameters(), *self.modules[d].named_buffers()]
-        return {name: t for name, t in named if t.numel() == d and t.is_floating_point()}
+        own = dict(self.modules[d].named_parameters())
+        every = {**own, **dict(self.modules[d].named_buffers())}
+        return {name: t for size, named in ((d, every), (1, own)) for name, t in named.items()
+                if t.numel() == size and t.is_floating_point()}
 
     def weights(self, d, a, b, need, dtype):
         """The tensors of gain and bias, made to apply a and b; None for what is not there."""
         out, own = [None, None], {} if self.function else self.tensors(d)
         for i, value in enumerate((a - self.plus, b)):
             if self.names[i] is not None:
-                t = self.put(value, dtype)
+                t = self.put(value[:1] if self.single and i == 0 else value, dtype)
                 out[i] = own.get(self.names[i], t)
                 if out[i].dtype != t.dtype:
                     out[i].data = t.view_as(out[i])
-                out[i].detach().copy_(t.view_as(out[i]))
+                out[i].data.copy_(t.view_as(out[i]))
                 out[i].requires_grad_("ab"[i] in need)
         return out
 
     def output(self, x, w):
         """The callee's y on a device tensor, if it can be compared at all."""
         call = self.call if self.function else self.modules[x.shape[-1]]
-        with quiet():
+        with quiet(), self.mode():
             call = torch.compile(call) if self.compiling else call
             y = call(x, w, self.arg) if self.function else call(x)
         if not isinstance(y, torch.Tensor):
             raise TypeError(f"it returned {type(y).__name__}, not a tensor")
-        if y.shape != x.shape:
-            raise ValueError(f"it returned shape {tuple(y.shape)} for {tuple(x.shape)}")
+        if y.shape != x.shape or not y.is_floating_point():
+            kind, right = (f"{str(t.dtype)[6:]} of shape {tuple(t.shape)}" for t in (y, x))
+            raise ValueError(f"it returned {kind} for {right}")
         return y
 
-    def run(self, x, a=None, b=None, dy=None, need="xab", lay=None, lay_dy=None, gain=None):
+    def run(self, x, a=None, b=None, dy=None, need="xab", lay=None, lay_dy=None, lay_a=None,
+            gain=None, between=None, times=1):
         """y and, given dy, the gradients named in need (NaN where none came), all on the host."""
         d, need = x.shape[-1], need if dy is not None else ""
         one, zero = torch.ones(d).double(), torch.zeros(d).double()
         w, bias = self.weights(d, one if a is None else a, zero if b is None else b, need, gain)
         leaf = self.put(x).requires_grad_("x" in need)
         given = lay(leaf) if lay else leaf.clone()
-        y = self.output(given, w)
-        out = SimpleNamespace(y=host(y), type=y.dtype, alike=[], dx=None, da=None, db=None)
+        y = self.output(given, lay_a(w) if lay_a else w)
+        out = SimpleNamespace(type=y.dtype, alike=[], dx=None, da=None, db=None)
         if need:
             up = self.put(dy).to(y.dtype)
             up = lay_dy(up) if lay_dy else up
             leaves = {"dx": leaf, "da": w, "db": bias}
-            self.backward(out, y, up, {k: t for k, t in leaves.items()
-                                       if k[1] in need and t is not None})
+            leaves = {k: t for k, t in leaves.items() if k[1] in need and t is not None}
+            for _ in range(times):
+                between and between()
+                self.backward(out, y, up, leaves)
             out.dy = host(up)
-        out.x, out.a = host(given), None if w is None else host(w).flatten() + self.plus
+        out.y, out.x = host(y), host(given)
+        out.b = None if bias is None else host(bias).flatten()
+        out.a = None if w is None else host(w).flatten() + self.plus
         return out
 
     def backward(self, out, y, up, leaves):
@@ -228,7 +249,7 @@ class Norm:
         if y.requires_grad:
             with quiet():
                 got = torch.autograd.grad(Feed.apply(y, up), list(leaves.values()),
-                                          allow_unused=True)
+                                          retain_graph=True, allow_unused=True)
         for (name, leaf), g in zip(leaves.items(), got, strict=True):
             g = torch.full(leaf.shape, math.nan) if g is None else g
             out.alike.append(g.dtype == leaf.dtype and g.shape == leaf.shape)
@@ -253,13 +274,32 @@ class Norm:
         wide = torch.float64 if self.work == torch.float64 else torch.float32
         return torch.finfo(self.work).eps / 2, torch.finfo(wide).eps / 2
 
+    def centring(self, x):
+        """What centring adds to rho: it multiplies rounding by k = |mean| / sqrt(s)."""
+        if not self.centred or x is None:
+            return 0.0
+        (u, v), s = self.bounds(), self.parts(x)[1]
+        k = float((x.mean(-1, keepdim=True).abs() / s.sqrt()).nan_to_num(0.0, 0.0).max())
+        return k * (2 * u + x.shape[-1] * v)
+
     def rho(self, x=None):
         """Bound of the rounding of xh, relative to its row; the sums may run in any order."""
-        (u, v), d, k = self.bounds(), self.dim if x is None else x.shape[-1], 0.0
-        if self.centred and x is not None:  # k = |mean| / sqrt(s): centring multiplies rounding
-            s = self.parts(x)[1]
-            k = float((x.mean(-1, keepdim=True).abs() / s.sqrt()).nan_to_num(0.0, 0.0).max())
-        return (ROUNDINGS + 2 * k) * u + d * (0.5 + k) * v
+        (u, v), d = self.bounds(), self.dim if x is None else x.shape[-1]
+        return ROUNDINGS * u + d * v / 2 + self.centring(x)
+
+    def column(self, x):
+        """Bound of the rounding of a column's sum, relative to its terms' sizes."""
+        (u, v), (n, d) = self.bounds(), x.shape
+        return PRODUCTS * (u + self.centring(x)) + (n * (d if self.single else 1) + d) * v
+
+    def sums(self, t):
+        """Of every column; of all where one gain serves all."""
+        return t.sum().view(1) if self.single else t.sum(0)
+
+    def sizes(self, terms, dy, a):
+        """Of the terms of every sum; a subnormal y or da is rounded as the least normal one is."""
+        tiny = torch.finfo(self.dtype).tiny
+        return self.sums(terms.abs() + tiny * dy.abs()) + tiny * a.abs().max()
 
 
 class Traits(Norm):
@@ -267,7 +307,7 @@ class Traits(Norm):
 
     def find_names(self):
         """Names of gain and bias: what moves y by rows, and what moves every row alike."""
-        x, found, tensors = self.rows(8), {}, self.tensors(self.dim)
+        x, found, idle, tensors = self.rows(8), {}, [], self.tensors(self.dim)
         for t in tensors.values():
             t.detach().fill_(0.5)
         y = self.run(x).y
@@ -276,8 +316,14 @@ class Traits(Norm):
             moved = self.run(x).y - y
             t.detach().fill_(0.5)
             alike = bool((moved - moved[0]).abs().max() < 0.01 * moved.abs().max())
-            if moved.any() or isinstance(t, torch.nn.Parameter):
+            if moved.any():
                 found.setdefault("bias" if alike else "gain", name)
+            elif isinstance(t, torch.nn.Parameter) and t.numel() == self.dim:
+                idle.append(name)
+        for name in idle:  # a parameter that nothing depends on is judged as what is not there
+            found.setdefault("bias" if "gain" in found else "gain", name)
+        self.modules.clear()
+        self.single = "gain" in found and tensors[found["gain"]].numel() == 1
         return found.get("gain"), found.get("bias")
 
     def find_plus(self):
@@ -347,7 +393,8 @@ class Traits(Norm):
     def settle(self, wide):
         """Take the wide norm's traits; eps is its own where it can be told from the usual ones."""
         self.start("traits")
-        self.names, self.plus, self.centred = wide.names, wide.plus, wide.centred
+        self.names, self.single, self.plus = wide.names, wide.single, wide.plus
+        self.centred = wide.centred
         self.scale, self.place = wide.scale, wide.place
         e, unseen = self.find_eps(self.place)[0], 4.0 ** LOW.get(self.work, -50)
         usual = [c for c in (wide.e, torch.finfo(torch.float32).eps)
@@ -376,7 +423,7 @@ class Traits(Norm):
         """The output's dtype under a float32 gain."""
         try:
             type = self.run(self.rows(8), gain=torch.float32).type
-        except RuntimeError:
+        except Exception:
             return "refused"
         return "the input's" if type == self.dtype else "the gain's"
 
@@ -418,19 +465,22 @@ class Checks(Traits):
         yield ("<xc, dx>", (xc * out.dx).sum(-1, True), leak * (dy * (out.y - b)).sum(-1, True),
                scale + leak * (dy * b).abs().sum(-1, True), GRADIENT * self.rho(x))
 
-    def _both(self, x):
+    def _both(self, x, columns=False):
         yield from self._forward(self.round(x))
         yield from self._euler(self.round(x))
+        if columns and self.names[0]:
+            yield from self._column(self.round(x), self.some_dy(x))
 
     def _column(self, x, dy):
         """Euler's line of the gain, and the bias's sum, column by column."""
         self._needs(self.names[0], "no gain")
-        a, b, (u, v) = self.some_a(), self.some_b(), self.bounds()
+        a, b, (u, v) = self.some_a(x.shape[-1]), self.some_b(x.shape[-1]), self.bounds()
         out = self.run(x, a, b, dy)
-        terms, band = dy * (out.y - b), PRODUCTS * u + (len(x) + self.dim) * v
-        scale = (terms.abs() + (dy * b).abs()).sum(0)
-        yield "a da", a * out.da, terms.sum(0), scale, band + PRODUCTS * (self.rho(x) - self.rho())
+        terms = dy * (out.y - b)
+        scale = self.sizes(terms.abs() + (dy * b).abs(), dy, a)
+        yield "a da", a * out.da, self.sums(terms), scale, self.column(x)
         if self.names[1]:
+            band = PRODUCTS * u + sum(x.shape) * v
             yield "db", out.db, dy.sum(0), dy.abs().sum(0), band
 
     def _jacobians(self):
@@ -448,6 +498,15 @@ class Checks(Traits):
         scale = (a * dy).norm(dim=-1, keepdim=True) / self.parts(x)[2]
         yield f"y, {name}", out.y, y, y.abs().amax(-1, True), 2 * self.rho(x)
         yield f"dx, {name}", out.dx, dx, scale, GRADIENT * self.rho(x)
+
+    def _all(self, name, out, ref, dy, a, x, p=slice(None)):
+        """and da and db, of the same rows"""
+        yield from self._same(name, out, ref, dy, a, x, (slice(None), p))
+        da = self.sizes(dy * out.y / a, dy, torch.ones(1))
+        for k, terms in (("da", da), ("db", dy.abs().sum(0))):
+            if (want := getattr(ref, k)) is not None:
+                want = want if self.single and k == "da" else want[p]
+                yield f"{k}, {name}", getattr(out, k), want, terms, 2 * self.column(x)
 
     def unit(self):
         """mean(xh^2) = s / (s + e), xh along xc"""
@@ -488,7 +547,7 @@ class Checks(Traits):
     def many(self):
         """the same over 4096 equal rows, dy = 1"""
         x = self.rows(1).repeat(min(MANY, WIDEST // self.dim), 1)
-        yield from self._column(x, torch.ones_like(x))
+        yield from self._column(x, torch.full_like(x, 2.0**-7 if self.single else 1.0))
 
     def jacobian(self):
         """r J = C - xh xh' / d, its rank, J xc, J 1"""
@@ -530,7 +589,7 @@ class Checks(Traits):
         """permuted elements: y and dx are permuted"""
         (x, a, dy), p = self.point(), self.draw(self.dim).argsort()
         ref, out = self.run(x, a, dy=dy), self.run(x[:, p], a[p], dy=dy[:, p])
-        yield from self._same("permuted", out, ref, dy[:, p], a[p], x[:, p], (slice(None), p))
+        yield from self._all("permuted", out, ref, dy[:, p], a[p], x[:, p], p)
 
     def tokens(self):
         """one row changed: the others keep every bit"""
@@ -543,34 +602,67 @@ class Checks(Traits):
         yield from self._same("a row alone", self.run(x[k], a, dy=dy[k]), ref, dy[k], a, x[k], k)
 
     def layout(self):
-        """strided, sliced and expanded x and dy"""
+        """strided, sliced, expanded x, dy, gain"""
         x, a, dy = self.point()
         ref = self.run(x, a, dy=dy)
         for name, lay in LAYOUTS.items():
-            yield from self._same(f"{name} x", self.run(x, a, dy=dy, lay=lay), ref, dy, a, x)
-            yield from self._same(f"{name} dy", self.run(x, a, dy=dy, lay_dy=lay), ref, dy, a, x)
+            for which in ("lay", "lay_dy", *["lay_a"] * self.function):
+                what = f"{name} {'x' if which == 'lay' else which[4:]}"
+                out = self.run(x, a, dy=dy, **{which: lay})
+                yield from self._all(what, out, ref, dy, a, x)
         x, dy, lay = x[:1].expand(N, -1), dy[:1].expand(N, -1), lambda t: t[:1].expand(N, -1)
         ref, out = self.run(x, a, dy=dy), self.run(x, a, dy=dy, lay=lay, lay_dy=lay)
         out.dx = out.dx.sum(0, True) / N
-        yield from self._same("expanded", out, ref, dy, a, x)
+        yield from self._all("expanded", out, ref, dy, a, x)
+        yield from self._all("expanded dy", self.run(x, a, dy=dy, lay_dy=lay), ref, dy, a, x)
+
+    def broad(self):
+        """one number, expanded, as the gain"""
+        self._needs(self.function, "not a function")
+        (x, a, dy), d = self.point(), self.dim
+        a = a[:1].expand(d)
+        ref, out = self.run(x, a, dy=dy), self.run(x, a, dy=dy, lay_a=lambda t: t[:1].expand(d))
+        terms = (dy * ref.y / a).abs().sum()
+        yield from self._same("expanded gain", out, ref, dy, a, x)
+        yield "da, expanded gain", out.da.sum(), ref.da.sum(), terms, 2 * self.column(x)
 
     def shapes(self):
         """one to four axes"""
-        x, a, dy = self.point()
-        ref = self.run(x, a, dy=dy)
-        for shape in ((-1,), (2, N // 2, -1), (2, 3, N // 6, -1)):
+        n = 27 * max(1, min(ROWS, WIDEST // self.dim) // 27)
+        x, a = self.rows(n), self.some_a()
+        dy = self.some_dy(x)
+        for shape in ((-1,), (3, n // 3, -1), (3, 9, n // 27, -1)):
             k = slice(0, 1) if len(shape) == 1 else slice(None)
-            out = self.run(x[k].reshape(shape), a, dy=dy[k].reshape(shape))
+            ref, out = self.run(x[k], a, dy=dy[k]), self.run(x[k].reshape(shape), a,
+                                                             dy=dy[k].reshape(shape))
             out.y, out.dx = out.y.view_as(x[k]), out.dx.view_as(x[k])
-            yield from self._same(f"{len(shape)} axes", out, ref, dy[k], a, x[k], k)
+            yield from self._all(f"{len(shape)} axes", out, ref, dy[k], a, x[k])
+
+    def counts(self):
+        """unit, euler, dgain of 1, 67, 513 rows"""
+        for n in COUNTS:
+            x = self.rows(min(n, WIDEST // self.dim))
+            for name, *piece in self._both(x, columns=True):
+                yield f"{name}, {n} rows", *piece
 
     def widths(self):
-        """unit and euler at d = 7, 33, 769, 1536"""
+        """unit, euler, dgain at d = 7 .. 4097"""
         self._needs(not isinstance(self.call, torch.nn.Module), "a built module has one width")
         for d in WIDTHS:
             level = (-1.0) ** torch.arange(d) * torch.tensor([[1.0], [1.25]])  # equal squares
-            for name, *piece in self._both(torch.cat([self.rows(5, d), level])):
+            for name, *piece in self._both(torch.cat([self.rows(5, d), level]), columns=True):
                 yield f"{name}, d = {d}", *piece
+
+    def average(self):
+        """y and dx against the formulas, over rows"""
+        x, a = self.rows(min(MANY, WIDEST // self.dim) // 4), self.some_a()
+        dy = self.some_dy(x)
+        right, out, (u, v) = formulas(self, x, a, dy).right, self.run(x, a, dy=dy), self.bounds()
+        for name in ("y", "dx"):
+            k = (getattr(out, name) * right[name]).sum(-1) / right[name].square().sum(-1)
+            error = float((k.var() / len(k)).sqrt().nan_to_num(0.0))
+            band = SIGMAS * error + ROUNDINGS * (u * u + v) + self.dim * v / 2 + self.centring(x)
+            yield f"{name} in units of the right one", k.mean(), torch.ones(()), 1.0, band
 
     def zero(self):
         """a zero row: y = 0, dx = C (a dy) / sqrt(e)"""
@@ -621,28 +713,71 @@ class Checks(Traits):
         """a third of the gain is 0: y, dx, da"""
         self._needs(self.names[0], "no gain")
         x, a, dy = self.point()
-        a[::3] = 0
+        where = slice(None, None, 1 if self.single else 3)
+        a = a.clone()
+        a[where] = 0
         out, one, (_, v) = self.run(x, a, dy=dy), dy * self.run(x).y, self.bounds()
-        yield "y where a = 0", out.y[:, ::3], torch.zeros(N, 1), 1.0, 0
-        yield "da", out.da, one.sum(0), one.abs().sum(0), self.rho(x) + N * v
+        yield "y where a = 0", out.y[:, where], torch.zeros(N, 1), 1.0, 0
+        terms = self.sizes(one, dy, torch.ones(1))
+        yield "da", out.da, self.sums(one), terms, self.rho(x) + one.numel() // len(terms) * v
         yield from self._euler(x, a)
 
     def intact(self):
-        """x, gain and dy are not written to"""
-        x, a, dy = self.point()
-        out = self.run(x, a, dy=dy)
+        """x, gain, bias and dy are not written to"""
+        (x, a, dy), b = self.point(), self.some_b()
+        out = self.run(x, a, b, dy)
         yield "x, no gradient asked", self.run(x, a).x, x, 1.0, 0
         yield "x", out.x, x, 1.0, 0
         yield "dy", out.dy, dy, 1.0, 0
         yield "gain", a if out.a is None else out.a, a, 1.0, 0
+        yield "bias", b if out.b is None else out.b, b, 1.0, 0
+
+    def _bits(self, name, outs, ref):
+        """Every number of the runs is the very number of another run."""
+        for k in ("y", "dx", "da", "db"):
+            if (want := getattr(ref, k)) is not None:
+                yield f"{k}, {name}", torch.stack([getattr(o, k) for o in outs]), want, 1.0, 0
 
     def repeat(self):
-        """three runs give the same bits"""
+        """60 runs give the same bits"""
         x, a, dy = self.point()
-        first, *more = (self.run(x, a, dy=dy) for _ in range(3))
-        for out in more:
-            for name in ("y", "dx", *["da"] * bool(self.names[0])):
-                yield name, getattr(out, name), getattr(first, name), 1.0, 0
+        first, *more = (self.run(x, a, dy=dy) for _ in range(REPEATS))
+        yield from self._bits("again", more, first)
+
+    def graph(self):
+        """backward twice, and after another call"""
+        (x, a, dy), (other, _, up) = self.point(), self.point()
+        ref, twice = self.run(x, a, dy=dy), self.run(x, a, dy=dy, times=2)
+        yield from self._bits("second backward", [twice], ref)
+        late = self.run(x, a, dy=dy, between=lambda: self.run(other, a, dy=up))
+        yield from self._bits("after another call", [late], ref)
+
+    def modes(self):
+        """no_grad, inference, eval: y is the same"""
+        x, a, dy = self.point()
+        ref = self.run(x, a, dy=dy)
+        for mode in (torch.no_grad, torch.inference_mode):
+            self.mode = mode
+            try:
+                y = self.run(x, a).y
+            finally:
+                self.mode = contextlib.nullcontext
+            yield f"y, {mode.__name__}", y, ref.y, ref.y.abs().amax(-1, True), 2 * self.rho(x)
+        for module in [] if self.function else [self.modules[self.dim]]:
+            module.train(not module.training)
+            out = self.run(x, a, dy=dy)
+            module.train(not module.training)
+            yield from self._all("eval or train", out, ref, dy, a, x)
+
+    def nan(self):
+        """a NaN makes its row NaN, and no other"""
+        (x, a, dy), k = self.point(), N // 3
+        ref, bad, keep = self.run(x, a, dy=dy), x.clone(), torch.arange(N) != k
+        bad[k, self.dim // 2] = math.nan
+        out = self.run(bad, a, dy=dy)
+        yield "NaNs of y", out.y[k].isnan().double(), torch.ones(self.dim), 1.0, 0
+        yield "y of other rows", out.y[keep], ref.y[keep], 1.0, 0
+        yield "dx of other rows", out.dx[keep], ref.dx[keep], 1.0, 0
 
     def grads(self):
         """a gradient for every subset and layout"""
@@ -670,7 +805,7 @@ class Checks(Traits):
         x, a, _ = self.point()
         try:
             y = self.run(x, a, gain=torch.float32).y
-        except RuntimeError as error:
+        except Exception as error:
             raise Skip("info", "a float32 gain is refused") from error
         want = self.run(x, a).y
         yield "y", y, want, want.abs().amax(-1, True), 2 * self.rho(x)
@@ -685,11 +820,11 @@ class Checks(Traits):
         yield "mean(y^2) (s + e) / s", square, torch.ones_like(s), 1.0, 2 * self.rho(x)
 
     def compiled(self):
-        """torch.compile's y and dx equal eager's"""
+        """torch.compile's y, dx, da equal eager's"""
         x, a, dy = self.point()
         ref, self.compiling = self.run(x, a, dy=dy), True
         try:
-            yield from self._same("compiled", self.run(x, a, dy=dy), ref, dy, a, x)
+            yield from self._all("compiled", self.run(x, a, dy=dy), ref, dy, a, x)
         finally:
             self.compiling = False
 
@@ -702,15 +837,15 @@ IDS = {id: f.__doc__ for id, f in vars(Checks).items() if id[0] != "_"}
 BANK = {  # the part that is wrong, its likely causes, and what each makes of it
     "y": {
         "eps outside the root": lambda q: q.a * q.xc / (q.s.sqrt() + q.e),
-        "divisor d - 1": lambda q: q.a * q.xc / ((q.s + q.e) * q.d / (q.d - 1)).sqrt(),
-        "the sum for the mean": lambda q: q.a * q.xc / ((q.s + q.e) * q.d).sqrt(),
+        "divisor d - 1": lambda q: q.a * q.xh * (1 - 1 / q.d) ** 0.5,
+        "the sum for the mean": lambda q: q.a * q.xh / q.d**0.5,
         "the variance for the mean square":
             lambda q: q.a * q.x / (q.x.var(-1, keepdim=True, unbiased=False) + q.e).sqrt(),
         "the gain inside the statistic":
             lambda q: q.a * q.xc / ((q.a * q.xc).square().mean(-1, True) + q.e).sqrt(),
         "one statistic for all rows": lambda q: q.a * q.xc / q.s.mean().sqrt(),
         "squares in the input's dtype":
-            lambda q: q.a * q.xc / host(q.low(q.xc).square().mean(-1, True) + q.e).sqrt()},
+            lambda q: q.a * q.xc / host(q.r2(q.low(q.xc).square().mean(-1, True))).sqrt()},
     "dx": {
         "the gain twice in the projection":
             lambda q: (q.v - q.xh * (q.a * q.v * q.xh).mean(-1, True)) / q.r,
@@ -740,11 +875,12 @@ def probe(norm, part):
 
 def formulas(norm, x, a, dy):
     """The letters of the bank, and y, dx and da as they should be."""
-    q = SimpleNamespace(x=x, a=a, dy=dy, d=x.shape[-1], e=norm.e, low=lambda t: t.to(norm.dtype))
+    q = SimpleNamespace(x=x, a=a, dy=dy, d=x.shape[-1], e=norm.e, r2=norm.r2,
+                        low=lambda t: t.to(norm.dtype))
     q.xc, q.s, q.r = norm.parts(x)
     q.v, q.xh = a * dy, q.xc / q.r
     along = q.xc * (1 - norm.leak(q.s)) * (q.v * q.xc).mean(-1, True) / q.s
-    q.right = {"y": a * q.xh, "da": (dy * q.xh).sum(0),
+    q.right = {"y": a * q.xh, "da": norm.sums(dy * q.xh),
                "dx": (q.v - norm.centred * q.v.mean(-1, True) - along) / q.r}
     return q
 
@@ -759,8 +895,8 @@ def cause_of(norm):
         if off > band:
             gaps = {name: far(got, wrong(q)) for name, wrong in BANK[part].items()}
             name = min(gaps, key=gaps.get)
-            return f"{part} equals {name}, to {gaps[name]:.0e}" if (
-                gaps[name] <= max(band, EXPLAINED * min(1.0, off))) else ""
+            near = gaps[name] <= max(min(band, off / CLOSER), EXPLAINED * min(1.0, off))
+            return f"{part} equals {name}, to {gaps[name]:.0e}" if near else ""
     return ""
 
 
@@ -774,12 +910,15 @@ def wrapper(call):
         known = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
         known = ()
-    wants = [p.name for p in known if p.default is p.empty or p.name in stands]
-    given = [stands.get(p, "...") for p in wants]
+    given, skipped = [], False
+    for p in known:
+        if p.default is p.empty or p.name in stands:
+            given.append(f"{p.name}=" * skipped + stands.get(p.name, "..."))
+        skipped |= p.default is not p.empty and p.name not in stands
     if "..." in given:
         given[given.index("...")] = "x"
     does = f"{name}({', '.join(given or ['...'])})"
-    if "out" in given:
+    if {"out", "out=out"} & set(given):
         return f"{line}out = torch.empty_like(x); {does}; return out"
     return f"{line}return {does}"
 
@@ -787,6 +926,9 @@ def wrapper(call):
 def admit(call, dim, kwargs, eps, device, dtypes, seed):
     """The norms to be judged, one a dtype; what other dtypes raised; the widest norm that runs."""
     norms, refused = {}, {}
+    if kwargs and not builds(call):
+        raise ValueError("argument kwargs: a function or a built module takes none; --eps is a "
+                         "function's eps")
     every = dict.fromkeys((*dtypes, torch.float64, torch.float32))
     for dtype in [t for t in every if device.type != "mps" or t != torch.float64]:
         norm = Checks(call, dim, kwargs, eps, device, dtype, seed)
@@ -821,10 +963,19 @@ def identify(norms, wide):
         norm.settle(wide)
     traits["place"] = {"floor": "a floor under s"}.get(wide.place, f"{wide.place} the root")
     plus = {0.0: "w", 1.0: "1 + w"}.get(wide.plus, f"{wide.plus:.3g} + w")
+    plus += ", one number" * wide.single
     traits |= {"gain": plus if wide.names[0] else "none", "bias": "b" if wide.names[1] else "none"}
     for half in [n for n in norms if n.dtype.itemsize == 2 and wide.names[0]][:1]:
         traits |= {"rounds": half.rounds(), "output": half.outputs()}
     return traits
+
+
+def factor(norm, eps):
+    """The factor in words, where eps is scaled by one of those in use."""
+    d, within = norm.dim, 8 * norm.rho()
+    known = {"d": d, "1 / d": 1 / d, "sqrt(d)": d**0.5, "1 / sqrt(d)": d**-0.5, "2": 2.0}
+    return next((f": {name} times the right one" for name, k in known.items()
+                 if eps and abs(norm.e / eps / k - 1) <= within), "")
 
 
 def told(norms, traits, expect, eps):
@@ -835,7 +986,7 @@ def told(norms, traits, expect, eps):
         yield (("info", id, words, None, None, None) if want is None else
                ("law", id, words, 1, float(text == want), 0))
     for norm in norms:
-        name = f"eps, {short(norm.dtype)}"
+        name = f"eps{factor(norm, eps)}, {short(norm.dtype)}"
         if eps is None:
             yield "info", "eps", name, None, norm.e, None
         elif 0 < eps < 4.0 ** LOW.get(norm.work, -50):
@@ -901,16 +1052,22 @@ def examine(norms, refused, wide, eps, expect, only, compiling, replay):
     for dtype, error in refused.items():
         text = f"refuses {short(dtype)}: {error}".encode("ascii", "replace").decode()
         once = dtype == torch.float64 and norms
+        found = {"error": f"{type(error).__name__}: {error}", "cause": "",
+                 "replay": replay("unit", str(dtype)[6:])}
         row = "call", " ".join(text.split())[:49]
-        yield ("info", *row, None, None, None) if once else ("law", *row, 0, math.nan, 0)
+        yield (("info", *row, None, None, None, found) if once else
+               ("law", *row, 0, math.nan, 0, found))
+        yield from [] if once else story(found)
     if not norms:
         return
     try:
         yield from (r for r in told(norms, identify(norms, wide), expect, eps)
                     if not only or r[1] in only)
     except Exception as error:
-        yield ("law", "call", "its traits cannot be measured", 0, math.nan, 0,
-               {"error": f"{type(error).__name__}: {error}", "cause": "", "replay": ""})
+        found = {"error": f"{type(error).__name__}: {error}", "cause": "",
+                 "replay": replay("kind", str(wide.dtype)[6:])}
+        yield "law", "call", "its traits cannot be measured", 0, math.nan, 0, found
+        yield from story(found)
     for norm in norms:
         for id in [i for i in IDS if (i in only if only else compiling or i != "compiled")]:
             row, lines = attempt(norm, id, replay)
@@ -918,6 +1075,7 @@ def examine(norms, refused, wide, eps, expect, only, compiling, replay):
             yield from lines
 
 
+@torch.inference_mode(False)
 def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", eps=None,
           expect=None, only=None, compiling=False, seed=0):
     """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
@@ -956,15 +1114,16 @@ def assert_conforms(norm, dim=None, kwargs=None, **options):
 def width(call, dim):
     """The asked width, or a built module's own, or DIM."""
     if dim is None and isinstance(call, torch.nn.Module):
-        return next((t.numel() for t in call.parameters()), DIM)
-    return dim or DIM
+        return max([t.numel() for t in call.parameters() if t.numel() > 1], default=DIM)
+    return DIM if dim is None else dim
 
 
 def right_eps(call, kwargs, eps):
     """The eps that a verdict can be made of: the asked one, a function's, or the class's."""
     if eps is None and not builds(call) and not isinstance(call, torch.nn.Module):
         return FUNCTION_EPS
-    return kwargs.get("eps") if eps is None else eps
+    held = {**getattr(call, "keywords", {}), **kwargs}  # of a partial, and asked for
+    return held.get("eps") if eps is None else eps
 
 
 def words(known, option, picked):
@@ -980,7 +1139,9 @@ def options(parser):
     """The callee, how to build it, and what to judge."""
     def callee(text):
         with quiet():
-            return (text, *parser.load(text))
+            found = parser.load(text)
+        sys.path.insert(0, os.getcwd())  # for what the callee imports when it is called
+        return text, *found
     parser.add_argument("norm", nargs="?", type=callee, default="torch.nn:RMSNorm",
                         help="pkg.module:Class or :function; default torch.nn:RMSNorm")
     parser.add_argument("--kwargs", default="{}", help="JSON object for the class")
@@ -1001,7 +1162,7 @@ def prepare(args):
         print(*(f"{id:<8} {text}" for id, text in IDS.items()), sep="\n")
         raise SystemExit(0)
     try:
-        args.kwargs = dict(json.loads(args.kwargs))
+        args.kwargs = {**json.loads(args.kwargs)}
     except (TypeError, ValueError):
         raise ValueError("argument --kwargs: write a JSON object, {\"eps\": 1e-6}") from None
     args.only = None if args.only is None else words(

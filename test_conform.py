@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import conform
+import kernel as closed
 import report
 
 torch.set_num_threads(1)
@@ -109,8 +111,8 @@ def lengths(x, w, eps):
 
 
 def chunks(x, w, eps):
-    """Five rows at a time, the gain's gradient summed wide."""
-    parts = x.reshape(-1, x.shape[-1]).split(5)
+    """Nineteen rows at a time, the gain's gradient summed wide."""
+    parts = x.reshape(-1, x.shape[-1]).split(19)
     out = [(up(p) / rms(up(p), eps) * wide).to(x.dtype) for wide in [up(w)] for p in parts]
     return torch.cat(out).reshape(x.shape)
 
@@ -124,6 +126,48 @@ def floored(x, w, eps):
 def stepwise(x, w, eps):
     """Every step rounded: right wherever squares are in range."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+def double(x, w, eps):
+    """Every step in float64."""
+    return (x.double() / rms(x.double(), eps) * w.double()).to(x.dtype)
+
+
+def columns(x, w, eps):
+    """The statistic 64 columns at a time, by einsum."""
+    h = up(x)
+    s = sum(torch.einsum("...i,...i->...", c, c) for c in h.split(64, -1)) / h.shape[-1]
+    return (torch.einsum("...i,...->...i", h, (s + eps).rsqrt()) * up(w)).to(x.dtype)
+
+
+def decomposed(x, w, eps):
+    """The operators that torch.compile lowers to."""
+    aten, h = torch.ops.aten, up(x)
+    r = aten.rsqrt.default(aten.mean.dim(aten.pow.Tensor_Scalar(h, 2), [-1], True) + eps)
+    return aten.mul.Tensor(aten.mul.Tensor(h, r), up(w)).to(x.dtype)
+
+
+class Plain(nn.Module):
+    """LayerNorm with a gain and no bias, by var_mean."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        v, m = torch.var_mean(up(x), -1, keepdim=True, unbiased=False)
+        return ((up(x) - m) * torch.rsqrt(v + 1e-5) * up(self.weight)).to(x.dtype)
+
+
+class Scalar(nn.Module):
+    """RMSNorm with one learned number, far from 1, and a bias."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.g, self.b = nn.Parameter(torch.tensor(1.7)), nn.Parameter(torch.zeros(d))
+
+    def forward(self, x):
+        return (up(x) / rms(up(x), 1e-6) * up(self.g) + up(self.b)).to(x.dtype)
 
 
 class SavesX(torch.autograd.Function):
@@ -158,7 +202,7 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         xh, r, w, x = ctx.saved_tensors
-        q = dict(xh=xh, r=r, w=w, dy=up(dy), x=up(x), v=up(dy) * w, raw=dy)
+        q = dict(xh=xh, r=r, w=w, dy=up(dy), x=up(x), v=up(dy) * w, raw=dy, ctx=ctx)
         dx, da = {**KERNEL, **ctx.rule}["dx"](**q), {**KERNEL, **ctx.rule}["da"](**q)
         return dx.to(ctx.dtype), None if da is None else da.to(ctx.dtype), None, None
 
@@ -179,6 +223,8 @@ RIGHT = {
     "torch": nn.RMSNorm, "Llama": Llama, "T5": T5, "Gemma": Gemma, "vector_norm": lengths,
     "chunked": chunks, "LayerNorm": Layer, "LayerNorm, no affine": Unit, "sphere": Sphere,
     "floor": floored, "saves x": SavesX.apply, "saves xh": kernel(),
+    "kernel.py": closed.rms_norm, "float64 inside": double, "einsum": columns,
+    "decomposed": decomposed, "LayerNorm, no bias": Plain, "one number": Scalar(48),
     "partial": functools.partial(nn.RMSNorm, eps=1e-5), "a built module": Layer(48),
     "no affine": functools.partial(nn.RMSNorm, elementwise_affine=False)}
 
@@ -344,8 +390,11 @@ class Twice(Llama):
         super().__init__(d, eps)
         self.weight.data.fill_(2)
 
+    def forward(self, x):
+        return stepwise(x, self.weight, self.eps)
 
-class Off(Llama):
+
+class Off(Twice):
     def __init__(self, d, eps=1e-6):
         super().__init__(d, eps)
         self.weight.data.zero_()
@@ -402,6 +451,145 @@ class LayerKernel(torch.autograd.Function):
         xh, r, w = ctx.saved_tensors
         v = dy * w
         return (v - mean(xh) - xh * mean(v * xh)) / r, (dy * xh).reshape(-1, len(w)).sum(0), None
+
+
+def eps_twice(x, w, eps):
+    return x / rms(x, 2 * eps) * w
+
+
+def eps_in_sum(x, w, eps):
+    """eps beside the sum: e = eps / d."""
+    return x / ((x.square().sum(-1, keepdim=True) + eps) / x.shape[-1]).sqrt() * w
+
+
+def late_rows(x, w, eps):
+    """Rows from the 65th on are scaled."""
+    scale = torch.ones_like(x[..., :1]).flatten()
+    scale[64:] = 1.001
+    return stepwise(x, w, eps) * scale.view(*x.shape[:-1], 1)
+
+
+def long_sequences(x, w, eps):
+    return stepwise(x, w, eps) * (1.001 if x.dim() > 2 and x.shape[-2] > 128 else 1)
+
+
+def only_bfloat16(x, w, eps):
+    return chunks(x, w * (1.01 if x.dtype == torch.bfloat16 else 1), eps)
+
+
+def tail_of_sum(dy, xh, w, **q):
+    da = KERNEL["da"](dy, xh, w)
+    return da if len(w) % 2 == 0 else torch.cat([da[:-1], 0 * da[-1:]])
+
+
+def whole_blocks(dy, xh, w, **q):
+    """The rows of a last, partial block of 32 are lost."""
+    terms = (dy * xh).reshape(-1, len(w))
+    return terms[:max(len(terms) % 32 * (len(terms) < 32), len(terms) // 32 * 32)].sum(0)
+
+
+def expanded_dy(raw, dy, xh, w, **q):
+    """Memory is read without its strides."""
+    return KERNEL["da"](dy * (2 if 0 in raw.stride() else 1), xh, w)
+
+
+def first_batch(dy, xh, w, **q):
+    terms = dy * xh
+    return KERNEL["da"](terms[0] if terms.dim() > 2 else terms, 1, w)
+
+
+def spends(xh, r, v, **q):
+    """dx is formed in the memory of what was saved."""
+    dx = KERNEL["dx"](xh=xh, r=r, v=v)
+    xh.data.mul_(0)
+    return dx
+
+
+BUFFER = {}
+
+
+class Reused(torch.autograd.Function):
+    """1 / r lies in one buffer for all calls."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        BUFFER["r"] = rms(x, eps)
+        ctx.save_for_backward(x, w)
+        return x / BUFFER["r"] * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        q = dict(xh=x / BUFFER["r"], r=BUFFER["r"], w=w, dy=dy, v=dy * w)
+        return KERNEL["dx"](**q), KERNEL["da"](**q), None
+
+
+class Output(Reused):
+    """y lies in one buffer for all calls."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        y = Reused.forward(ctx, x, w, eps)
+        held = BUFFER.setdefault((x.shape, x.dtype), torch.empty_like(y))
+        held.data.copy_(y)
+        return held.detach()
+
+
+class Remembers(Llama):
+    """The gain of the first call serves in eval mode."""
+
+    def forward(self, x):
+        self.held = getattr(self, "held", self.weight.detach().clone())
+        return stepwise(x, self.weight if self.training else self.held, self.eps)
+
+
+def fast_path(x, w, eps):
+    """Another eps where no graph is recorded."""
+    return stepwise(x, w, eps if torch.is_grad_enabled() else 1.1 * eps + 1e-3)
+
+
+def inference_path(x, w, eps):
+    return stepwise(x, w * 1.001 if torch.is_inference_mode_enabled() else w, eps)
+
+
+def swallows(x, w, eps):
+    return stepwise(x.nan_to_num(), w, eps)
+
+
+def spreads(x, w, eps):
+    return stepwise(x, w, eps) + 0 * x.sum()
+
+
+def gain_strides(x, w, eps):
+    size = len(w.untyped_storage()) // w.element_size() - w.storage_offset()
+    return stepwise(x, torch.as_strided(w, w.shape, (1,)) if size >= len(w) else w.mean() + w, eps)
+
+
+class Idle(Layer):
+    """The bias is not added."""
+
+    def forward(self, x):
+        return (self.statistic(up(x)) * self.g.view(-1)).to(x.dtype)
+
+
+class Doubles(Layer):
+    """The bias is written to."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.shift.data.mul_(2)
+        return y
+
+
+class Rare:
+    """Every twentieth call is off by one bit."""
+
+    calls = 0
+
+    @staticmethod
+    def norm(x, w, eps):
+        Rare.calls += 1
+        return stepwise(x, w, eps) * (1 + 2.0**-52 * (Rare.calls % 20 == 0))
 
 
 WIDE, SINGLE = ("float64",), ("float32",)
@@ -467,7 +655,33 @@ WRONG = {
     "noise": (noisy, WIDE, "repeat", None),
     "upstream overwritten": (kernel(dx=overwrites), WIDE, "intact", None),
     "strides of dy ignored": (kernel(dx=contiguous_dy), WIDE, "layout", None),
-    "mean of xh in LayerNorm's dx": (LayerKernel.apply, WIDE, "zerosum jacobian", None)}
+    "mean of xh in LayerNorm's dx": (LayerKernel.apply, WIDE, "zerosum jacobian", None),
+    "dx off by 0.1 %": (kernel(dx=lambda **q: 1.001 * KERNEL["dx"](**q)), SINGLE,
+                        "jacobian average", None),
+    "projection off by 0.1 %": (
+        kernel(dx=lambda xh, r, v, **q: (v - 1.001 * xh * mean(v * xh)) / r), SINGLE,
+        "euler jacobian", None),
+    "eps twice": (eps_twice, WIDE, "eps", None),
+    "eps beside the sum": (eps_in_sum, WIDE, "eps", None),
+    "rows from 64 on": (late_rows, WIDE, "counts average", None),
+    "sequences beyond 128": (long_sequences, WIDE, "shapes", None),
+    "1 % in bfloat16 alone": (only_bfloat16, BF16, "average", None),
+    "da without an odd row's tail": (kernel(da=tail_of_sum), WIDE, "widths", None),
+    "da of whole blocks": (kernel(da=whole_blocks), WIDE, "counts", None),
+    "da of an expanded dy": (kernel(da=expanded_dy), WIDE, "layout", None),
+    "da of the first batch": (kernel(da=first_batch), WIDE, "shapes", None),
+    "what was saved is spent": (kernel(dx=spends), WIDE, "graph", None),
+    "1 / r in one buffer": (Reused.apply, WIDE, "graph", None),
+    "y in one buffer": (Output.apply, WIDE, "graph", None),
+    "gain remembered in eval": (Remembers, WIDE, "modes", None),
+    "another eps without a graph": (fast_path, WIDE, "modes", None),
+    "another gain in inference mode": (inference_path, WIDE, "modes", None),
+    "NaN swallowed": (swallows, WIDE, "nan", None),
+    "NaN in every row": (spreads, WIDE, "nan", None),
+    "strides of the gain ignored": (gain_strides, WIDE, "layout broad", None),
+    "bias ignored": (Idle, WIDE, "bias grads", None),
+    "bias written to": (Doubles, WIDE, "intact", None),
+    "one call in twenty": (Rare.norm, WIDE, "repeat", None)}
 
 
 @functools.cache
@@ -517,6 +731,40 @@ def test_parts_of_a_row(x, e, centred, s, r):
     near(xc, row(*x) - centred * sum(x) / len(x))
 
 
+def test_a_column_gets_three_roundings_and_its_sum():
+    u = 2.0**-53
+    near(made().column(row(*[1] * 40).repeat(5, 1)), (3 + 5 + 40) * u)
+    near(made(centred=True).column(row(1, 3)), (3 + 3 * 8 + 1 + 2) * u)  # k = 2: 4 u + 4 v more
+    one, t = made(), row(1, 2).repeat(2, 1)
+    one.single = True
+    near(one.column(row(*[1] * 40).repeat(5, 1)), (3 + 200 + 40) * u)
+    near(one.sums(t), row(6)[0])
+    near(made().sums(t), row(2, 4)[0])
+    tiny, dy = 2.0**-14, row(1, -1).repeat(2, 1)  # float16's least normal number
+    near(made(dtype=torch.float16).sizes(-t, dy, row(2, -3)), row(2 + 5 * tiny, 4 + 5 * tiny)[0])
+
+
+def test_the_average_is_judged_by_its_own_spread():
+    norm = made(e=1e-6, dtype=torch.bfloat16)
+    norm.run = lambda x, a, dy: conform.SimpleNamespace(
+        y=conform.formulas(norm, x, a, dy).right["y"] * (1 + torch.arange(1024)[:, None] % 2 / 64),
+        dx=1.001 * conform.formulas(norm, x, a, dy).right["dx"])
+    (_, y, one, scale, band), (_, dx, _, _, floor) = norm.average()
+    near(y, 1 + 1 / 128, 64)
+    near(one, 1)
+    assert scale == 1.0
+    rest = 8 * (2.0**-16 + 2.0**-24) + 48 * 2.0**-24
+    near(band, 5 * (1 / 128) / 1023**0.5 + rest, 1e6)  # the spread of one half zeros is 1 / 128
+    near(floor, rest, 1e10)
+    near(dx, 1.001, 64)
+
+
+def test_what_is_compared_is_a_copy():
+    t = torch.zeros(2).double()
+    conform.host(t).add_(1)
+    assert not t.any()
+
+
 def test_leak_and_r2_of_each_place():
     s = row(1.0, 3.0)
     near(made(e=1.0).leak(s), row(0.5, 0.25))
@@ -540,12 +788,14 @@ def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
 
 BOUNDS = {  # of torch.nn.RMSNorm, d = 96, float64, in u: whichever piece is the worst
     "unit": (112,), "gauge": (168,), "gain": (112,), "euler": (224,), "dgain": (123,),
-    "many": (4195,), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224),
-    "tokens": (0, 112, 224), "layout": (112, 224), "shapes": (0, 112, 224), "zero": (0, 224),
-    "constant": (112, 224), "tiny": (112, 224), "spike": (112, 224), "offset": (112, 224),
-    "large": (112, 224), "zerogain": (0, 80, 224), "intact": (0,), "repeat": (0,),
-    "grads": (224,), "dtypes": (0,), "init": (112,)}
-BOUNDS["widths"] = tuple(k * (8 + d / 2) for k in (2, 4) for d in (7, 33, 769, 1536))
+    "many": (4195,), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224, 246),
+    "tokens": (0, 112, 224), "layout": (112, 224, 246), "shapes": (0, 112, 224, 200, 1224),
+    "counts": (112, 224, 100, 166, 612), "zero": (0, 224), "constant": (112, 224),
+    "tiny": (112, 224), "spike": (112, 224), "offset": (112, 224), "large": (112, 224),
+    "zerogain": (0, 80, 224), "intact": (0,), "repeat": (0,), "graph": (0,), "nan": (0,),
+    "modes": (112, 224, 246), "grads": (224,), "dtypes": (0,), "init": (112,), "average": None}
+BOUNDS["widths"] = tuple(b for d in (7, 33, 769, 1024, 1536, 4097)
+                         for b in (16 + d, 32 + 2 * d, 10 + d))
 
 
 def test_bounds_are_the_derived_multiples_of_roundoff():
@@ -553,7 +803,7 @@ def test_bounds_are_the_derived_multiples_of_roundoff():
            and r["bound"] is not None}
     assert set(got) == set(BOUNDS)
     for id, bound in got.items():
-        assert any(math.isclose(bound, b) for b in BOUNDS[id]), (id, bound)
+        assert BOUNDS[id] is None or any(math.isclose(bound, b) for b in BOUNDS[id]), (id, bound)
 
 
 def test_bounds_of_layernorm_grow_with_the_mean():
@@ -660,6 +910,13 @@ def test_far_is_relative_to_the_row_and_infinite_where_nothing_is_known():
     assert conform.far(row(1, math.nan), row(1, 4)) == math.inf
 
 
+def test_a_cause_must_be_nearer_than_the_right_norm():
+    def slow(x, w, eps):
+        return stepwise(x, w, eps) * 0.9
+    rows = conform.check(slow, dtypes=["bfloat16"], only=["unit"])
+    assert [r["detail"]["cause"] for r in rows] == [""]  # d - 1 is within the band, but no nearer
+
+
 # right norms
 
 
@@ -671,15 +928,14 @@ def test_a_right_norm_raises_no_alarm(name):
 
 
 @pytest.mark.parametrize("name", ["torch", "LayerNorm", "Gemma"])
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_a_right_norm_raises_no_alarm_with_other_draws(name, seed):
-    assert not fails(rows_of(name, ("float64", "float32"), seed))
+def test_a_right_norm_raises_no_alarm_with_other_draws(name):
+    assert not fails(rows_of(name, ("float64", "float32"), 1))
 
 
-@pytest.mark.parametrize("dim", [8, 33, 300])
-def test_a_right_norm_raises_no_alarm_at_other_widths(dim):
+@pytest.mark.parametrize(("dim", "only"), [(8, None), (33, None), (300, ["jacobian", "symmetry"])])
+def test_a_right_norm_raises_no_alarm_at_other_widths(dim, only):
     for norm in (nn.RMSNorm, Layer):
-        rows = conform.check(norm, dim, dtypes=["float64", "float32"])
+        rows = conform.check(norm, dim, dtypes=["float64", "float32"], only=only)
         assert not fails(rows)
 
 
@@ -691,11 +947,13 @@ def test_residuals_are_neither_near_their_bands_nor_empty():
                 key = r["id"], r["quantity"][-4:]
                 worst[key] = max(worst.get(key, 0), r["measured"] / r["bound"])
     for (id, dtype), ratio in worst.items():
-        top = 0.75 if id == "many" else 0.5  # its band is three roundings, two of which happen
-        itself = id in ("shapes", "grads", "permute") and ratio == 0  # two runs, the same bits
-        assert itself or 1e-3 < ratio < top, (id, dtype, ratio)
+        top = 0.75 if id in ("many", "counts", "widths") else 0.5  # two roundings of three happen
+        low = 1e-4 if id in ("average", "broad") else 1e-3  # means of many rows
+        if id in ("shapes", "grads", "permute", "modes", "broad") and ratio == 0:
+            low = -1  # two runs, the same bits
+        assert low < ratio < top, (id, dtype, ratio)
     assert {id for id, _ in worst} >= set(BOUNDS) - {
-        "intact", "repeat", "dtypes", "tokens"}
+        "intact", "repeat", "dtypes", "tokens", "graph", "nan"}
 
 
 # wrong norms
@@ -850,6 +1108,78 @@ def test_a_callee_that_refuses_float64_is_judged_in_float32():
     assert [r["verdict"] for r in rows] == ["FAILS"] * 4
 
 
+def test_a_float32_gain_may_be_refused_in_any_words():
+    for error in (AssertionError, TypeError, ValueError, RuntimeError):
+        def norm(x, w, eps, error=error):
+            if w.dtype != x.dtype:
+                raise error("one dtype, please")
+            return stepwise(x, w, eps)
+        rows = conform.check(norm, dtypes=["bfloat16"], only=["mixed", "unit", "output"])
+        assert [(r["id"], r["verdict"], r["quantity"][-27:]) for r in rows[::2]] == [
+            ("output", "info", "output: refused"), ("mixed", "info", "float32 gain is refused, bf16"
+                                                    [-27:])]
+        assert rows[1]["verdict"] == "ok"
+
+
+def test_a_callee_that_exits_fails_and_the_rest_run():
+    def norm(x, w, eps):
+        return sys.exit(0) if x.dim() == 1 else stepwise(x, w, eps)
+    rows = conform.check(norm, dtypes=["float64"], only=["unit", "shapes", "counts"])
+    assert [r["verdict"] for r in rows] == ["ok", "FAILS", "ok"]
+    assert rows[1]["detail"]["error"] == "RuntimeError: it called exit(0)"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_asked_for_whatever_the_caller_records(mode):
+    for norm in (stepwise, nn.RMSNorm, Layer):
+        with mode():
+            rows = conform.check(norm, dtypes=["float64"], only=["euler", "grads", "modes"])
+        assert [r["verdict"] for r in rows] == ["ok"] * 3
+
+
+def test_a_parameter_beside_the_gain_keeps_its_value():
+    class Two(Llama):
+        def __init__(self, d):
+            super().__init__(d)
+            self.more = nn.Parameter(torch.ones(d))
+
+        def forward(self, x):
+            return super().forward(x) * self.more
+    assert not fails(conform.check(Two, dtypes=["float64"], only=["unit", "gain", "dgain"]))
+
+
+def test_one_number_is_a_gain_of_its_own_kind():
+    rows = rows_of("one number")
+    assert trait(rows, "gain") == "w, one number"
+    assert {r["id"] for r in rows if r["verdict"] == "ok"} >= {
+        "gain", "dgain", "many", "zerogain", "bias", "grads", "counts"}
+    class Half(Scalar):
+        def forward(self, x):  # its gradient is halved
+            return (up(x) / rms(up(x), 1e-6) * (up(self.g) + up(self.g.detach())) / 2).to(x.dtype)
+    assert set(fails(conform.check(Half, dtypes=["float64"], only=["gain", "dgain", "many"]))) == {
+        "dgain", "many"}
+
+
+@pytest.mark.parametrize(("k", "words"), [
+    (96, ": d times the right one"), (1 / 96, ": 1 / d times the right one"),
+    (96**0.5, ": sqrt(d) times the right one"), (96**-0.5, ": 1 / sqrt(d) times the right one"),
+    (2, ": 2 times the right one"), (3, ""), (1, "")])
+def test_a_scaled_eps_is_told_by_its_factor(k, words):
+    rows = conform.check(lambda x, w, eps: stepwise(x, w, k * eps), dtypes=["float64"],
+                         only=["eps"])
+    assert rows[0]["quantity"] == f"eps{words}, fp64"
+    assert rows[0]["verdict"] == ("ok" if k == 1 else "FAILS")
+    assert len(rows[0]["quantity"]) <= 49
+
+
+def test_kwargs_are_for_a_class():
+    for norm in (stepwise, Layer(48)):
+        with pytest.raises(ValueError, match="argument kwargs: a function or a built module"):
+            conform.check(norm, kwargs={"eps": 1e-5})
+    assert conform.right_eps(RIGHT["partial"], {}, None) == 1e-5
+    assert conform.right_eps(RIGHT["partial"], {"eps": 2e-5}, None) == 2e-5
+
+
 def test_a_dtype_that_is_refused_fails_and_the_others_are_judged():
     def norm(x, w, eps):
         if x.dtype == torch.float16:
@@ -863,7 +1193,13 @@ def test_a_dtype_that_is_refused_fails_and_the_others_are_judged():
 def test_a_wrong_shape_is_said():
     rows = conform.check(lambda x, w, eps: stepwise(x, w, eps)[..., :-1], dtypes=["float64"])
     assert [(r["quantity"], r["verdict"]) for r in rows] == [
-        ("refuses fp64: it returned shape (2, 95) for (2, 96)"[:49], "FAILS")]
+        ("refuses fp64: it returned float64 of shape (2, 95", "FAILS")]
+    assert rows[0]["detail"]["error"] == (
+        "ValueError: it returned float64 of shape (2, 95) for float64 of shape (2, 96)")
+    for norm, says in ((lambda x, w, eps: x.long(), "int64"), (
+            lambda x, w, eps: x + 0j, "complex128")):
+        rows = conform.check(norm, dtypes=["float64"])
+        assert rows[0]["detail"]["error"].startswith(f"ValueError: it returned {says} of shape")
 
 
 @pytest.mark.parametrize(("norm", "says"), [
@@ -874,6 +1210,7 @@ def test_a_wrong_shape_is_said():
     (lambda x, w, eps: (x, x), "it returned tuple, not a tensor; wrap it: def norm(x, weight, "
                                "eps): return <lambda>(x, weight, eps)[0]"),
     (lambda x, w, eps: None, "it returned NoneType, not a tensor"),
+    (F.normalize, "out = torch.empty_like(x); normalize(x, eps=eps, out=out); return out"),
     (torch.mm, "wrap it: def norm(x, weight, eps): return mm(...)")])
 def test_another_signature_gets_the_line_to_write(norm, says):
     with pytest.raises(TypeError) as caught:
@@ -927,6 +1264,8 @@ def test_a_built_module_is_copied_and_has_its_own_width():
     assert says["init"] == "does not apply: not a class, fp16"
     assert (conform.width(layer, None), conform.width(layer, 96)) == (48, 96)
     assert (conform.width(nn.RMSNorm, None), conform.width(Unit(8), None)) == (96, 96)
+    assert conform.width(Scalar(48), None) == 48
+    assert (conform.width(nn.PReLU(), None), conform.width(Scalar(48), 0)) == (96, 0)
 
 
 def test_the_global_generator_is_left_alone():
@@ -960,6 +1299,10 @@ def test_compile_is_asked_for_and_compared(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f: lambda x: f(x) * (1 + 1e-12))
     rows = conform.check(nn.RMSNorm, dtypes=["float64"], only=["compiled", "unit"])
     assert [(r["id"], r["verdict"]) for r in rows] == [("unit", "ok"), ("compiled", "FAILS")]
+    monkeypatch.setattr(torch, "compile", lambda f: lambda x, w, eps: f(x, w + 1e-12 * (
+        w - w.detach()), eps))
+    rows = conform.check(stepwise, dtypes=["float64"], only=["compiled"])
+    assert [(r["verdict"], r["detail"]["piece"]) for r in rows] == [("FAILS", "da, compiled")]
 
 
 def test_unresolved_is_what_a_dtype_cannot_tell():
@@ -1011,7 +1354,7 @@ def test_assert_conforms_says_what_the_command_line_says(tmp_path, monkeypatch, 
     conform.assert_conforms(nn.RMSNorm, only=["unit"])
     with pytest.raises(AssertionError, match="no check could be made"):
         conform.assert_conforms(nn.RMSNorm, only=["shift"])
-    with pytest.raises(AssertionError, match="call: refuses fp64: it returned shape"):
+    with pytest.raises(AssertionError, match="call: refuses fp64: it returned float64 of"):
         conform.assert_conforms(lambda x, w, eps: x[:1], dtypes=["float64"])
 
 
@@ -1051,20 +1394,29 @@ def right(x, w, eps):
 class Gain(torch.nn.RMSNorm):
     pass
 raises = torch.nn.functional.rms_norm
+def exits(x, w, eps):
+    raise SystemExit(0)
+def lazy(x, w, eps):
+    import beside
+    return beside.right(x, w, eps)
+torch.set_grad_enabled(False)
 """
 
 
 def run(folder, monkeypatch, *argv):
     """Exit status of the command line, run where mine.py lies."""
-    (folder / "mine.py").write_text(MINE)
+    for name in ("mine", "beside"):
+        (folder / f"{name}.py").write_text(MINE)
+        sys.modules.pop(name, None)
     monkeypatch.chdir(folder)
-    sys.modules.pop("mine", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     try:
         return report.run(conform.measure, conform.__doc__, conform.options, list(argv))
     except SystemExit as stop:
         return stop.code
     finally:
-        sys.modules.pop("mine", None)
+        for name in ("mine", "beside"):
+            sys.modules.pop(name, None)
 
 
 def test_the_table_names_the_file_and_the_replay_replays(tmp_path, monkeypatch, capsys):
@@ -1110,6 +1462,25 @@ def test_a_class_takes_kwargs_and_its_eps_is_expected(tmp_path, monkeypatch, cap
     assert conform.right_eps(stepwise, {}, None) == conform.FUNCTION_EPS
 
 
+def test_what_the_callee_imports_when_called_is_found(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch, "mine:lazy", "--only", "unit,euler") == 0
+
+
+def test_an_exit_of_the_callee_is_no_exit_of_the_run(tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, monkeypatch, "mine:exits", "--dtype", "float32") == 1
+    out = capsys.readouterr().out
+    assert "         it raised RuntimeError: it called exit(0)\n" in out
+    assert "replay: python conform.py mine:exits --dim 96 --only unit --dtype float32" in out
+
+
+def test_traits_that_raise_are_told_with_their_replay(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(conform.Checks, "axes", lambda self: 1 / 0)
+    assert run(tmp_path, monkeypatch, "mine:right", "--only", "kind", "--dtype", "bfloat16") == 1
+    out = capsys.readouterr().out
+    assert "it raised ZeroDivisionError: division by zero" in out
+    assert "replay: python conform.py mine:right --dim 96 --only kind --dtype float64" in out
+
+
 def test_device_stands_in_the_replay_when_it_was_chosen(tmp_path, monkeypatch, capsys):
     run(tmp_path, monkeypatch, "mine:outside", "--device", "cpu", "--only", "unit")
     assert "--dim 96 --device cpu --only unit --dtype float64" in capsys.readouterr().out
@@ -1123,6 +1494,8 @@ def test_device_stands_in_the_replay_when_it_was_chosen(tmp_path, monkeypatch, c
     (["--eps", "-1"], "argument --eps"), (["--dim", "7"], "argument --dim: '7' is not a whole"),
     (["--kwargs", "{"], "argument --kwargs: write a JSON object"),
     (["--kwargs", "3"], "argument --kwargs: write a JSON object"),
+    (["--kwargs", "[]"], "argument --kwargs: write a JSON object"),
+    (["mine:right", "--kwargs", '{"eps": 1}'], "argument kwargs: a function or a built module"),
     (["--kwargs", '{"epsilon": 1}'], "unexpected keyword argument 'epsilon'"),
     (["--expect", "bert"], "argument --expect: invalid choice: 'bert'"),
     (["mine"], "write it as pkg.module:name"), (["nothere:f"], "ModuleNotFoundError"),
@@ -1169,15 +1542,93 @@ def test_the_default_run_holds(tmp_path, monkeypatch):
     assert run(tmp_path, monkeypatch) == 0
 
 
+def reference(norm):
+    """What a per-op test would compare it with."""
+    if not isinstance(norm, type):
+        return lambda x, w: F.rms_norm(x, x.shape[-1:], w, 3e-6)
+    if issubclass(norm, (Layer, Plain)):
+        return lambda x, w: F.layer_norm(x, x.shape[-1:], None, None, 1e-5)
+    if issubclass(norm, Sphere):
+        return lambda x, w: F.normalize(x, dim=-1) * x.shape[-1]**0.5
+    return lambda x, w: F.rms_norm(x, x.shape[-1:], None, 1e-6)
+
+
+def call(norm, d, dtype):
+    """f(x, w) of a norm of this file; a class has its own w."""
+    return (norm(d).to(dtype) if isinstance(norm, type) else None) or (
+        lambda x, w: norm(x, w, 3e-6))
+
+
+def per_op(norm, dtype):
+    """Does allclose see it: y and gradients at standard normal x and dy, gain 1."""
+    x, dy = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    within, outs = 2e-2 if dtype in HALF else 1e-3, []
+    for f in (call(norm, 96, dtype), reference(norm)):
+        args = [t.clone().requires_grad_() for t in (x, torch.ones(96, dtype=dtype))]
+        y = f(args[0]) if isinstance(f, nn.Module) else f(*args)
+        (y * dy).sum().backward() if y.requires_grad else None
+        outs.append([t if t is not None else torch.zeros_like(x[0]) for t in (
+            y, *(a.grad for a in args[:1 if isinstance(norm, type) else 2]))])
+    return not all(torch.allclose(a.to(dtype), b.to(dtype), within, within)
+                   for a, b in zip(*outs, strict=True))
+
+
+def fitted(norm):
+    """Does gradcheck see it: float64, standard normal x, gain 1."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).double()
+    args = [t.requires_grad_() for t in (x, torch.ones(8).double())]
+    try:
+        return not torch.autograd.gradcheck(
+            call(norm, 8, torch.float64), args[:1 if isinstance(norm, type) else 2],
+            raise_exception=False)
+    except (RuntimeError, ValueError):
+        return True
+
+
+def usual(name):
+    """Which of the usual tests see a wrong norm: names of the README's columns."""
+    norm, dtypes, _, _ = WRONG[name]
+    seen = {"allclose": any(per_op(norm, conform.DTYPES[t]) for t in dtypes),
+            "gradcheck": fitted(norm)}
+    return {column for column, sees in seen.items() if sees}
+
+
+COLUMNS = ["allclose", "gradcheck", "eps", *(id for id in conform.IDS if id != "compiled")]
+
+
 def table():
     """The README's table: which check sees which wrong norm."""
-    ids = [id for id in conform.IDS if id != "compiled"]
-    lines = ["| " + " | ".join(["", "eps", *ids]) + " |", "|---" * (len(ids) + 2) + "|"]
+    lines = ["| " + " | ".join(["", *COLUMNS]) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, (norm, dtypes, _, _) in WRONG.items():
-        bad = fails(conform.check(norm, dtypes=dtypes))
-        lines.append("| " + " | ".join([name, *("x" if id in bad else "" for id in ["eps", *ids])])
-                     + " |")
+        seen = usual(name) | set(fails(conform.check(norm, dtypes=dtypes)))
+        lines.append("| " + " | ".join([name, *("x" if c in seen else "" for c in COLUMNS)]) + " |")
     return "\n".join(lines)
+
+
+def test_the_readme_has_every_wrong_norm_as_it_is_seen():
+    text = (Path(__file__).parent / "README.md").read_text()
+    head, _, *lines = text[text.index("|  | allclose"):].split("\n\n")[0].splitlines()
+    assert [c.strip() for c in head.split("|")[2:-1]] == COLUMNS
+    rows = {}
+    for line in lines:
+        name, *marks = (cell.strip() for cell in line.split("|")[1:-1])
+        rows[name] = {c for c, mark in zip(COLUMNS, marks, strict=True) if mark}
+    assert list(rows) == list(WRONG)
+    for name, (_, _, checks, _) in WRONG.items():
+        assert rows[name] >= set(checks.split())
+        assert rows[name] & {"allclose", "gradcheck"} == usual(name)
+    of = [len(rows), *(sum(c in r for r in rows.values()) for c in ("allclose", "gradcheck")),
+          sum(not r & {"allclose", "gradcheck"} for r in rows.values())]
+    said = re.search(r"Of the (\d+)\s+wrong.*?sees (\d+), and `gradcheck` (\d+).*? (\d+) pass both",
+                     text, re.S)
+    assert [int(n) for n in said.groups()] == of
+    assert f"All {of[0]} are seen" in text
+
+
+@pytest.mark.parametrize("name", ["torch", "vector_norm", "LayerNorm", "sphere", "saves x"])
+def test_the_usual_tests_accept_right_norms(name):
+    assert not any(per_op(RIGHT[name], t) for t in conform.DTYPES.values())
+    assert not fitted(RIGHT[name])
 
 
 if __name__ == "__main__":

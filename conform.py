@@ -95,7 +95,7 @@ class Feed(torch.autograd.Function):
 
 def host(t):
     """A copy on the CPU in float64, where everything is compared."""
-    return t.detach().to("cpu", torch.float64, copy=True)
+    return t.detach().cpu().double().clone()
 
 
 def short(dtype):
@@ -234,22 +234,22 @@ class Norm:
             up = lay_dy(up) if lay_dy else up
             leaves = {"dx": leaf, "da": w, "db": bias}
             leaves = {k: t for k, t in leaves.items() if k[1] in need and t is not None}
-            for _ in range(times):
+            for more in reversed(range(times)):
                 between and between()
-                self.backward(out, y, up, leaves)
+                self.backward(out, y, up, leaves, more > 0)
             out.dy = host(up)
         out.y, out.x = host(y), host(given)
         out.b = None if bias is None else host(bias).flatten()
         out.a = None if w is None else host(w).flatten() + self.plus
         return out
 
-    def backward(self, out, y, up, leaves):
+    def backward(self, out, y, up, leaves, keep):
         """Set dx, da, db of the given leaves."""
         got = [None] * len(leaves)
         if y.requires_grad:
             with quiet():
                 got = torch.autograd.grad(Feed.apply(y, up), list(leaves.values()),
-                                          retain_graph=True, allow_unused=True)
+                                          retain_graph=keep, allow_unused=True)
         for (name, leaf), g in zip(leaves.items(), got, strict=True):
             g = torch.full(leaf.shape, math.nan) if g is None else g
             out.alike.append(g.dtype == leaf.dtype and g.shape == leaf.shape)
@@ -655,7 +655,8 @@ class Checks(Traits):
 
     def average(self):
         """y and dx against the formulas, over rows"""
-        x, a = self.rows(min(MANY, WIDEST // self.dim) // 4), self.some_a()
+        x = self.rows(min(MANY, WIDEST // self.dim) // 4)
+        a = (16 * self.some_a()).round() / 16  # a and a - 1 are exact: no rounding is every row's
         dy = self.some_dy(x)
         right, out, (u, v) = formulas(self, x, a, dy).right, self.run(x, a, dy=dy), self.bounds()
         for name in ("y", "dx"):
@@ -747,10 +748,11 @@ class Checks(Traits):
     def graph(self):
         """backward twice, and after another call"""
         (x, a, dy), (other, _, up) = self.point(), self.point()
-        ref, twice = self.run(x, a, dy=dy), self.run(x, a, dy=dy, times=2)
-        yield from self._bits("second backward", [twice], ref)
+        ref = self.run(x, a, dy=dy)
         late = self.run(x, a, dy=dy, between=lambda: self.run(other, a, dy=up))
         yield from self._bits("after another call", [late], ref)
+        with contextlib.suppress(RuntimeError):  # what refuses a second backward is not wrong
+            yield from self._bits("second backward", [self.run(x, a, dy=dy, times=2)], ref)
 
     def modes(self):
         """no_grad, inference, eval: y is the same"""

@@ -64,6 +64,13 @@ class Gemma(Llama):
         return (x.float() / rms(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
 
 
+class Narrow(Gemma):
+    """1 + w in the input's dtype."""
+
+    def forward(self, x):
+        return (up(x) / rms(up(x), self.eps)).to(x.dtype) * (1 + self.weight).to(x.dtype)
+
+
 class Layer(nn.Module):
     """LayerNorm with odd names."""
 
@@ -220,7 +227,8 @@ def kernel(**rule):
 
 
 RIGHT = {
-    "torch": nn.RMSNorm, "Llama": Llama, "T5": T5, "Gemma": Gemma, "vector_norm": lengths,
+    "torch": nn.RMSNorm, "Llama": Llama, "T5": T5, "Gemma": Gemma, "1 + w in half": Narrow,
+    "vector_norm": lengths,
     "chunked": chunks, "LayerNorm": Layer, "LayerNorm, no affine": Unit, "sphere": Sphere,
     "floor": floored, "saves x": SavesX.apply, "saves xh": kernel(),
     "kernel.py": closed.rms_norm, "float64 inside": double, "einsum": columns,
@@ -1119,6 +1127,21 @@ def test_a_float32_gain_may_be_refused_in_any_words():
             ("output", "info", "output: refused"), ("mixed", "info", "float32 gain is refused, bf16"
                                                     [-27:])]
         assert rows[1]["verdict"] == "ok"
+
+
+def test_a_graph_is_kept_only_for_a_second_backward_which_may_be_refused(monkeypatch):
+    kept, grad = [], torch.autograd.grad
+    def spy(*args, retain_graph, **options):
+        kept.append(retain_graph)
+        if retain_graph:
+            raise RuntimeError("donated buffers")
+        return grad(*args, retain_graph=retain_graph, **options)
+    monkeypatch.setattr(torch.autograd, "grad", spy)
+    rows = conform.check(SavesX.apply, dtypes=["float64"])
+    assert kept.count(True) == 1
+    assert not fails(rows)
+    rows = conform.check(Reused.apply, dtypes=["float64"], only=["graph"])
+    assert "after another call" in rows[0]["detail"]["piece"]
 
 
 def test_a_callee_that_exits_fails_and_the_rest_run():

@@ -46,7 +46,7 @@ SIZES = f"n={N}"
 DTYPES = {str(t)[6:]: t for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 ROUNDINGS = 8  # steps of y in u: centring, square, mean, + eps, root, reciprocal, product, gain
 GRADIENT = 4  # rho: the backward takes as many steps again, on two terms that may cancel
-PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, the last rounding of the sum
+PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, its sum; and 1 + w, if so
 CANNOT_TELL = 0.25  # a wider band says nothing
 EXPLAINED = 1e-3  # of a difference that a cause may leave over
 CLOSER = 4  # so many times nearer than the right norm a cause must be, even in a wide band
@@ -289,8 +289,8 @@ class Norm:
 
     def column(self, x):
         """Bound of the rounding of a column's sum, relative to its terms' sizes."""
-        (u, v), (n, d) = self.bounds(), x.shape
-        return PRODUCTS * (u + self.centring(x)) + (n * (d if self.single else 1) + d) * v
+        (u, v), (n, d), steps = self.bounds(), x.shape, PRODUCTS + (self.plus != 0)
+        return steps * u + PRODUCTS * self.centring(x) + (n * (d if self.single else 1) + d) * v
 
     def sums(self, t):
         """Of every column; of all where one gain serves all."""

@@ -743,13 +743,14 @@ def test_a_column_gets_three_roundings_and_its_sum():
     u = 2.0**-53
     near(made().column(row(*[1] * 40).repeat(5, 1)), (3 + 5 + 40) * u)
     near(made(centred=True).column(row(1, 3)), (3 + 3 * 8 + 1 + 2) * u)  # k = 2: 4 u + 4 v more
-    one, t = made(), row(1, 2).repeat(2, 1)
-    one.single = True
+    one, t, plus = made(), row(1, 2).repeat(2, 1), made()
+    one.single, plus.plus = True, 1.0
+    near(plus.column(row(*[1] * 40).repeat(5, 1)), (4 + 5 + 40) * u)  # 1 + w is rounded as well
     near(one.column(row(*[1] * 40).repeat(5, 1)), (3 + 200 + 40) * u)
     near(one.sums(t), row(6)[0])
     near(made().sums(t), row(2, 4)[0])
     tiny, dy = 2.0**-14, row(1, -1).repeat(2, 1)  # float16's least normal number
-    near(made(dtype=torch.float16).sizes(-t, dy, row(2, -3)), row(2 + 5 * tiny, 4 + 5 * tiny)[0])
+    near(made(dtype=torch.float16).sizes(-t, dy, row(3, -2)), row(2 + 5 * tiny, 4 + 5 * tiny)[0])
 
 
 def test_the_average_is_judged_by_its_own_spread():
@@ -790,6 +791,7 @@ def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
     near(made(dtype=dtype).rho(row(*[1] * 40)), 8 * u + 20 * v)
     # mean 2, s = 1: centring loses 2 more steps for each |mean|, and d of them in the sums
     near(made(dtype=dtype, centred=True).rho(row(1, 3)), 12 * u + 5 * v)
+    near(made(dtype=dtype, centred=True).rho(torch.cat([row(1, 3), row(-1, 1)])), 12 * u + 5 * v)
     near(made(dtype=dtype, centred=True).rho(row(2, 2)), 8 * u + 1 * v)
     near(made(dtype=dtype, centred=True).rho(row(0, 0)), 8 * u + 1 * v)
 
@@ -848,6 +850,26 @@ def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
     norm.start("grads")
     for name, _, _, scale, _ in norm.grads():
         near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
+
+
+def test_columns_are_weighed_by_the_sizes_of_their_terms():
+    norm = made(SavesX.apply)
+    for id, piece in (("broad", "da, expanded gain"), ("permute", "da, permuted")):
+        norm.start(id)
+        x, _, dy = norm.point()
+        terms = (dy * x / rms(x, 3e-6)).abs().sum(0)
+        norm.start(id)
+        scale, bound = next(p[3:] for p in getattr(norm, id)() if p[0] == piece)
+        want = terms.sum() if id == "broad" else terms.sort().values
+        near(scale if id == "broad" else scale.sort().values, want, 1e3)
+        near(bound, 2 * norm.column(x))
+    norm = made(Layer, centred=True, e=1e-5)
+    norm.names = norm.find_names()
+    norm.start("permute")
+    dy = norm.point()[2]
+    norm.start("permute")
+    scale = next(p[3] for p in norm.permute() if p[0] == "db, permuted")
+    near(scale.sort().values, dy.abs().sum(0).sort().values)
 
 
 @pytest.mark.parametrize("id", ["gain", "shift", "mixed", "gauge"])
@@ -919,10 +941,13 @@ def test_far_is_relative_to_the_row_and_infinite_where_nothing_is_known():
 
 
 def test_a_cause_must_be_nearer_than_the_right_norm():
-    def slow(x, w, eps):
-        return stepwise(x, w, eps) * 0.9
-    rows = conform.check(slow, dtypes=["bfloat16"], only=["unit"])
-    assert [r["detail"]["cause"] for r in rows] == [""]  # d - 1 is within the band, but no nearer
+    def scaled(c):
+        rows = conform.check(lambda x, w, eps: double(x, w * c, eps), 8, dtypes=["bfloat16"],
+                             only=["unit"])
+        return rows[0]["detail"]["cause"]
+    # 4 rho = 1/8; d - 1 makes 0.935 of y: 0.87 is within 1/8 of that, but only half as far
+    assert scaled(0.87) == ""
+    assert scaled(8**-0.5).startswith("y equals the sum for the mean, to ")
 
 
 # right norms

@@ -1040,11 +1040,22 @@ def attempt(norm, id, replay):
     return ("law", *row, found), story(found)
 
 
+def unlike(got, want):
+    """Both numbers in six digits, or in as many as tell them apart."""
+    for digits in (6, 9, 12, 17):
+        pair = f"{got:.{digits}g}", f"{want:.{digits}g}"
+        if pair[0] != pair[1]:
+            break
+    return pair
+
+
 def story(found):
     """A failure in words."""
-    what = (f"it raised {found['error'].splitlines()[0]}" if "error" in found else
-            f"{found['piece']}: {found['got']:.6g} where {found['want']:.6g} is right, "
-            f"at {found['index']}")
+    if "error" in found:
+        what = f"it raised {found['error'].splitlines()[0]}"
+    else:
+        got, want = unlike(found["got"], found["want"])
+        what = f"{found['piece']}: {got} where {want} is right, at {found['index']}"
     cause = f"likely cause: {found['cause']}" * bool(found["cause"])
     return ["         " + line for line in (what, cause, f"replay: {found['replay']}") if line]
 

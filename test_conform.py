@@ -1673,6 +1673,13 @@ def test_the_readme_has_every_wrong_norm_as_it_is_seen():
     assert f"All {of[0]} are seen" in text
 
 
+def test_a_failure_shows_the_digits_that_differ():
+    assert conform.unlike(0.25, 1) == ("0.25", "1")
+    assert conform.unlike(0.9999997, 1) == ("0.9999997", "1")
+    assert conform.unlike(1 + 2**-52, 1) == ("1.0000000000000002", "1")
+    assert conform.unlike(2.0, 2.0) == ("2", "2")
+
+
 @pytest.mark.parametrize("name", ["torch", "vector_norm", "LayerNorm", "sphere", "saves x"])
 def test_the_usual_tests_accept_right_norms(name):
     assert not any(per_op(RIGHT[name], t) for t in conform.DTYPES.values())

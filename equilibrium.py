@@ -455,7 +455,8 @@ class Teacher:
 def one_step(args):
     """B9, B10, B12, B19: torch's SGD step against Pythagoras; L + wd/2 |W|^2 has no minimiser."""
     C, school = C_STEP * torch.finfo(args.dtype).eps, Teacher(args.draw)
-    W, (x, y), lr, wd = unit(args.draw(RUNS, N, N)), school.batch(), 0.5, 0.2
+    R, (x, y), lr, wd = 1.5, school.batch(), 0.5, 0.2
+    W = R * unit(args.draw(RUNS, N, N))
     g, w, free, a = school.gradient(W, x, y), W.clone(), W.clone(), 1 - lr * wd
     stepper(Setting("sgd", lr, wd), w)(g)
     stepper(Setting("sgd", lr, 0.0), free)(g)
@@ -463,7 +464,8 @@ def one_step(args):
     told, grown = a * a * R2 + lr**2 * g2, lr**2 * g2 / R2
     along = inner(host(w), host(W)) / R2 * host(W)
     tan = (inner(host(w) - along, host(w) - along) / inner(along, along)).sqrt()
-    J = torch.stack([school.loss(c * W, x, y) + wd / 2 * c * c for c in (1, 0.5, 0.25, 0.1, 0.03)])
+    J = torch.stack([school.loss(c * W, x, y) + wd / 2 * (c * R) ** 2
+                     for c in (1, 0.5, 0.25, 0.1, 0.03)])
     yield ("identity", "001.B12", "|R+^2-(a^2 R^2+lr^2|g|^2)|/R+^2", 0,
            ((w2 - told).abs() / w2).max(), C)
     yield ("identity", "001.B9", "|R+^2-(R^2+lr^2|g|^2)|/R+^2, wd=0", 0,

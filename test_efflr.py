@@ -1532,7 +1532,8 @@ def test_budget_notices_a_wrong_update(monkeypatch):
     ("--optimizer sgd --lr .1 --wd 1 --shape 9x9 --momentum .99999", "a memory of 100000 steps"),
     ("--optimizer lion --lr .1 --wd 1 --shape 9x9 --betas .9,.999999", "beyond the walk of 20000"),
 ])
-def test_what_cannot_be_predicted_is_refused_in_a_line(argv, words, capsys):
+def test_what_cannot_be_predicted_is_refused_in_a_line(argv, words, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     with pytest.raises(SystemExit) as leaving:
         status(*argv.split())
     error = capsys.readouterr().err

@@ -6,7 +6,9 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -1789,6 +1791,7 @@ def test_products_of_heads():
     W, after, P, G = row(3, 4)[None], row(1, 2)[None], row(2, 0)[None], row(-4, 3)[None]
     assert train.products(W, after, P, G)[:, 0].tolist() == [25, 5, 11, 4, 6, 0]
     close(train.products(W, after, P, W)[5], row(1))
+    assert train.products(W, after, P, 0 * G)[5] == 0   # no gradient has no radial part
 
 
 def test_stretch_is_muons_at_the_middle_of_its_bounds():
@@ -1829,6 +1832,27 @@ def test_the_second_half_is_the_second_half():
     assert train.weights(logs)["norm"] == [[1.0]] * 3 + [[3.0]] * 3
 
 
+def test_tenths_are_of_finite_steps():
+    assert train.tenths(torch.arange(20.0).view(20, 1)) == [[2 * i + 0.5] for i in range(10)]
+    assert train.tenths(row(1, math.inf, 123456).view(3, 1)) == [[1], [123460]]
+    assert train.tenths(row(math.nan).view(1, 1)) == []
+
+
+@pytest.mark.parametrize(("slack", "kind"), [(1.9e-5, "law"), (2.1e-5, "unresolved")])
+def test_equilibriums_rows_by_hand(slack, kind):
+    done = {("baseline", 0): {"half": [3.0, 1e-4, 1e-4, slack], "bpb": 3.0},
+            ("baseline", 1): {"half": [15.0, 5e-4, 3e-4, slack], "bpb": 3.0},
+            ("baseline", 2): {"half": None, "bpb": None},
+            ("exp", 0): {"half": [9.0, 9e-4, 9e-4, 9e-4], "bpb": 3.0}}
+    rotation, norm, t = train.equilibrium(done)
+    assert rotation[:2] == (kind, "003.M8")
+    assert rotation[3:] == (1, pytest.approx(1.5), pytest.approx(slack / 2e-4))
+    assert (norm[0], t[0]) == ("info", "info")
+    assert norm[4] == 3 and t[4] == pytest.approx(math.sqrt(6e-4))
+    (lost,) = train.equilibrium({("baseline", 2): done["baseline", 2]})
+    assert lost[0] == "unresolved" and lost[4] is None
+
+
 def test_paired_statistics_by_hand():
     assert train.paired([1.0, 2.0, 6.0]) == (3, math.sqrt(7), pytest.approx(3 / math.sqrt(7 / 3)))
     assert train.paired([2.0]) == (2, None, None)
@@ -1839,7 +1863,7 @@ def test_paired_statistics_by_hand():
 @pytest.mark.parametrize(("each", "floor", "clear"), [
     ([-3.0, -3.0], 1.0, True), ([3.0, 3.0], 1.0, True), ([-2.9, -2.9], 1.0, False),
     ([9.0, -1.0], 1.0, False), ([9.0, 0.0], 1.0, False), ([9.0], 1.0, False), ([], 1.0, False),
-    ([9.0, None], 1.0, False), ([9.0, 9.0], None, False), ([1e-9, 1e-9], 0.0, True)])
+    ([9.0, None], 1.0, False), ([9.0, 9.0], None, False), ([9.0, 9.0], 0.0, False)])
 def test_a_difference_is_resolved_by_sign_floor_and_two_seeds(each, floor, clear):
     assert train.resolved(each, floor) is clear
 
@@ -1885,6 +1909,41 @@ def test_the_table_shows_what_is_not_resolved_and_never_averages_a_lost_run():
 
 
 # train.py: runs
+
+
+def test_a_step_learns_from_whole_windows_of_the_text(quick):
+    args = trained()
+    text = bytes(args.train.tolist())
+    walk, (_, starts) = train.steps(args, "exp", 3), train.parameters(args, "exp", 3)
+    next(walk)
+    for start, (_, windows, *_) in zip(starts.tolist(), walk, strict=True):
+        assert [bytes(w) for w in windows.tolist()] == [text[s:s + 9] for s in start]
+
+
+def test_a_loss_is_of_the_step_that_it_names_and_rows_of_the_embedding_move(quick):
+    args = trained()
+    walk = train.steps(args, "baseline", 0)
+    p = next(walk)
+    before = p["embed"].detach().clone()
+    loss, windows, (size, t), _ = next(walk)
+    q, _ = train.parameters(args, "baseline", 0)
+    assert loss == train.gradients(q, train.ARMS["baseline"], windows)[0]
+    told = (before * p["embed"]).sum(1) / before.norm(dim=1) / p["embed"].norm(dim=1)
+    close(size, before.norm(dim=1).mean())
+    assert t == pytest.approx(told.clamp(max=1).acos().mean().item(), rel=1e-3)
+    seen = windows[:, :-1].unique().tolist()
+    rest = [i for i in range(256) if i not in seen]
+    assert torch.equal(before[rest], p["embed"][rest]) and not (before == p["embed"])[seen].any()
+    out = train.train(args, "baseline", 0)
+    assert len(out["embed"]) == 4 and out["embed"][0] == [
+        float(f"{x:.5g}") for x in (size.item(), t.item())]
+
+
+def test_embedding_rows_by_hand():
+    # 3-4-5 turned by 90 degrees, and a row at rest of length 2
+    told = train.moved(row(3, 4, 0, 2).view(2, 2), row(-8, 6, 0, 2).view(2, 2))
+    close(told, row(3.5, math.sqrt(2) / 2))
+    assert train.moved(torch.ones(1, 2), torch.ones(1, 2)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -1956,6 +2015,47 @@ def test_a_continued_table_equals_an_uninterrupted_one(quick, tmp_path, monkeypa
     assert err.count(f"from {out}") == 6
 
 
+def written(tmp_path):
+    """A file of three runs, and its lines."""
+    out = tmp_path / "runs.jsonl"
+    report.judge(train, *TINY, "--seeds", "1", "--out", str(out))
+    return out, out.read_bytes().splitlines(keepends=True)
+
+
+def test_a_file_of_runs_that_was_cut_anywhere_loses_one_run_at_most(quick, tmp_path, capsys):
+    out, lines = written(tmp_path)
+    whole, head, args = b"".join(lines), b"".join(lines[:2]), SimpleNamespace(out=str(out))
+    last = range(len(whole) - 3, len(whole))
+    for size in (*range(len(head), len(head) + 12), *range(len(head) + 12, last[0], 41), *last):
+        out.write_bytes(whole[:size])
+        train.reopen(args)
+        kept = 3 if size == len(whole) - 1 else 2   # it lacks its newline alone
+        assert args.records == [json.loads(line) for line in lines[:kept]]
+        assert out.read_bytes() == b"".join(lines[:kept])
+        assert ("line 3 was cut short" in capsys.readouterr().err) == (len(head) < size
+                                                                       < len(whole) - 1)
+    for same in (whole.replace(b"\n", b"\r\n"), whole.replace(b"\n", b"\n\n"), whole):
+        out.write_bytes(same)
+        train.reopen(args)
+        assert args.records == [json.loads(line) for line in lines]
+        assert out.read_bytes() == same
+
+
+def test_a_run_that_was_edited_is_refused(quick, tmp_path):
+    out, lines = written(tmp_path)
+    record, args = json.loads(lines[1]), SimpleNamespace(out=str(out))
+    edits = [(key, None) for key, value in record.items() if value is not None]
+    for key, value in (*edits, ("bpb", math.nan), ("bpb", record["bpb"] * 1.001), ("more", 1)):
+        line = json.dumps({**record, key: value}).encode() + b"\n"
+        out.write_bytes(lines[0] + line + lines[2])
+        with pytest.raises(ValueError, match="line 2 is no run of this script, or was edited"):
+            train.reopen(args)
+    line = json.dumps({k: v for k, v in record.items() if k != "tangent"}).encode()
+    out.write_bytes(lines[0] + line)   # whole, and edited, but for its newline
+    train.reopen(args)
+    assert out.read_bytes() == lines[0]
+
+
 def test_a_changed_option_is_another_run(quick, tmp_path, monkeypatch):
     out, other = tmp_path / "runs.jsonl", tmp_path / "text"
     other.write_bytes(bytes(range(256)) * 9)
@@ -1965,16 +2065,22 @@ def test_a_changed_option_is_another_run(quick, tmp_path, monkeypatch):
     for argv in (("--steps", "5"), ("--depth", "1"), ("--width", "16"), ("--context", "9"),
                  ("--batch", "3"), ("--text", str(other)), ("--dtype", "float32"), ()):
         args = trained("--out", str(out), *argv)
-        record, fresh = train.run_of(SimpleNamespace(**{**vars(args), "out": ""}), "exp", 0)
+        record, fresh = train.run_of(SimpleNamespace(**{**vars(args), "out": None}), "exp", 0)
         assert fresh == bool(argv), argv
         assert base.items() <= record.items()
     for key, value in (("head", 0.5), ("decay", 0.1)):
         monkeypatch.setitem(train.RECIPE, key, value)
-        assert train.run_of(SimpleNamespace(**{**vars(args), "out": ""}), "exp", 0)[1]
+        assert train.run_of(SimpleNamespace(**{**vars(args), "out": None}), "exp", 0)[1]
+    source = Path(train.__file__).read_bytes()
     assert train.settings(args, "exp", 4) == {
         "arm": "exp", "seed": 4, "steps": 4, "depth": 2, "width": 32, "context": 8, "batch": 4,
         "head": 16, "windows": 8, "text": args.digest, "dtype": "float64", "device": "cpu",
-        "torch": torch.__version__, "threads": 1, "recipe": train.RECIPE}
+        "torch": torch.__version__, "threads": 1, "recipe": train.RECIPE,
+        "code": hashlib.sha256(source).hexdigest()}
+    file = tmp_path / "train.py"
+    file.write_bytes(source + b"#\n")
+    monkeypatch.setattr(train, "__file__", str(file))
+    assert train.run_of(trained("--out", str(out), *argv), "exp", 0)[1]
 
 
 def test_speed_is_bytes_trained_by_second_and_threads_are_told_apart(quick, monkeypatch):
@@ -2016,6 +2122,7 @@ def test_the_text_is_split_and_its_windows_are_spread(tmp_path):
     assert args.valid[0].tolist() == [i % 256 for i in range(900, 910)]
     assert args.valid[-1].tolist() == [i % 256 for i in range(990, 1000)]
     assert args.digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (args.train.dtype, args.valid.dtype) == (torch.uint8, torch.int64)   # 1 byte a byte
     file.write_bytes(b"\xff\xfe\x00" * 70)   # no encoding's text
     assert trained("--text", str(file)).train[:3].tolist() == [255, 254, 0]
 
@@ -2026,15 +2133,18 @@ def test_the_text_is_split_and_its_windows_are_spread(tmp_path):
     (("--width", "40"), "give a multiple of 16"), (("--steps", "0"), "'0' is not a whole number"),
     (("--seeds", "x"), "'x' is not a whole number"), (("--context", "1"), "is not a whole number"),
     (("--text", "HERE"), "not a regular file; name one that can be read"),
+    (("--text", ""), "--text : No such file"), (("--out", ""), "--out : No such file"),
     (("--text", "HERE/none"), "No such file"), (("--text", "HERE/empty"), "0 bytes; --context 8"),
     (("--text", "HERE/short"), "89 bytes; --context 8 needs 90 or more"),
     (("--out", "HERE"), "not a regular file; name one that can be read and written"),
-    (("--out", "HERE/none/runs"), "No such file"), (("--out", "HERE/short"), "no run of this"),
-    (("--out", "HERE/lines"), "no run of this script; name another file"),
-    (("--out", "HERE/other"), "no run of this script"), (("--seed", str(2**63 - 1)), "leave room")])
+    (("--out", "HERE/none/runs"), "No such file"),
+    (("--out", "HERE/short"), "line 1 is no run of this script"),
+    (("--out", "HERE/lines"), "edited; take it out, or name another file"),
+    (("--out", "HERE/other"), "line 2 is no run"), (("--out", "HERE/deep"), "line 1 is no run"),
+    (("--seed", str(2**63 - 1)), "leave room")])
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys, monkeypatch, argv, says):
-    files = {"empty": b"", "short": b"x" * 89, "lines": b"[1, 2]\n",
-             "other": b'{"arm": "exp", "seed": 0}\n'}
+    files = {"empty": b"", "short": b"x" * 89, "lines": b"[1, 2]\n", "deep": b"[" * 10**5,
+             "other": b'\n{"arm": "exp", "seed": 0}\n'}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.setattr(train, "train", None)
@@ -2047,7 +2157,9 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys, monkeyp
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_training(tmp_path, capsys, monkeypatch):
-    def closed(path, mode="r", **more):
+    def closed(path, mode):
+        if path == train.__file__:
+            return open(path, mode)
         raise PermissionError(13, "Permission denied", path)
     monkeypatch.setattr(train, "open", closed, raising=False)
     monkeypatch.setattr(train, "train", None)
@@ -2056,6 +2168,28 @@ def test_an_out_that_cannot_be_written_is_refused_before_training(tmp_path, caps
     assert stop.value.code == 2
     assert capsys.readouterr().err == (f"train.py: error: --out {tmp_path / 'runs'}: Permission "
                                        "denied; name one that can be read and written\n")
+
+
+def test_a_text_has_windows_without_a_common_target(tmp_path):
+    args = trained("--context", "50")
+    assert args.valid.shape == (128, 51)
+    raw = train.read(None)[len(args.train):]
+    first = [0]
+    for window in args.valid[1:].tolist():
+        first.append(raw.index(bytes(window), first[-1] + 50))   # raises where one is nearer
+    assert bytes(args.valid[0].tolist()) == raw[:51] and first[-1] + 51 == len(raw)
+
+
+def test_seeds_are_taken_as_they_come(monkeypatch):
+    def stop(args, name, seed):
+        raise KeyError(name, seed)
+    monkeypatch.setattr(train, "run_of", stop)
+    rows = train.training(trained("--seeds", "100000", "--seed", "5"), {})
+    tracemalloc.start()
+    with pytest.raises(KeyError, match="'baseline', 5"):
+        next(rows)
+    assert tracemalloc.get_traced_memory()[1] < 2**20   # no list of all runs
+    tracemalloc.stop()
 
 
 def test_ninety_bytes_are_enough_for_a_context_of_eight(quick, tmp_path):
@@ -2153,18 +2287,25 @@ def test_memory_rows_stand_beside_both_laws(monkeypatch):
     cuda = SimpleNamespace(**{**vars(args), "device": SimpleNamespace(type="cuda")})
     monkeypatch.setattr(train, "parameters", lambda args, name, seed: (
         sizes.append((args.depth, args.width, args.dtype)) or {"x": row_of_one()}, None))
-    monkeypatch.setattr(train, "nats", lambda p, arm, w: p["x"])
-    monkeypatch.setattr(torch, "compile", lambda f, **k: f)
+    monkeypatch.setattr(train, "nats", lambda p, arm, w: graphs.append(arm.gain) or p["x"])
+    # torch.compile goes eager, with a warning alone, at the ninth graph of a function
+    graphs, wanted = [], {"fullgraph": True, "dynamic": False}
+    monkeypatch.setattr(torch.compiler, "reset", graphs.clear)
+    monkeypatch.setattr(torch, "compile", lambda f, **k: f if k == wanted else None)
     monkeypatch.setattr(torch, "zeros", lambda *s, **k: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda d: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: 2**20 * next(held))
-    rows = list(train.memory(cuda))
+    rows = []
+    for r in train.memory(cuda):
+        rows.append(r)
+        assert len(graphs) <= 2 * 3 * 3   # eager and compiled, three arms, three times each
     assert {r[0] for r in rows} == {"info"}
     assert [(r[2], r[3]) for r in rows[:4]] == [
-        ("MiB more, unfused, L=6, B=64, eager", 1152), ("MiB more, fused, L=6, B=64, eager", 0),
+        ("MiB more, unfused, L=6, B=64, eager", 1152),
+        ("MiB more, fused, L=6, B=64, eager", 11.8125),   # 7 L d^2 numbers of 2 bytes
         ("MiB more, unfused, L=6, B=64, compiled", 288),
-        ("MiB more, fused, L=6, B=64, compiled", 0)]
-    assert [r[3] for r in rows[4:]] == [1024, 0, 256, 0, 2048, 0, 512, 0]
+        ("MiB more, fused, L=6, B=64, compiled", 11.8125)]
+    assert [r[3] for r in rows[4:]] == [1024, 28, 256, 28, 2048, 28, 512, 28]
     assert [r[4] for r in rows] == [1, 2] * 6
     assert set(sizes) == {(6, 384, torch.bfloat16), (8, 512, torch.bfloat16)}
 

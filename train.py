@@ -226,9 +226,9 @@ def invariant(W):
 
 def products(W, after, P, G):
     """|W|^2, |W+|^2, <W,W+>, |P|^2, <P,W>, cos(G,W) of each head. (6, heads)"""
-    cos = (G * W).sum(1) / (G.norm(dim=1) * W.norm(dim=1))
+    size = (G.norm(dim=1) * W.norm(dim=1)).clamp_min(torch.finfo(W.dtype).tiny)
     pairs = (W, W), (after, after), (W, after), (P, P), (P, W)
-    return torch.stack([(x * y).sum(1) for x, y in pairs] + [cos])
+    return torch.stack([(x * y).sum(1) for x, y in pairs] + [(G * W).sum(1) / size])
 
 
 def stretch(a=A, b=B, c=(8 / (3 * math.pi)) ** 2):
@@ -240,6 +240,13 @@ def stretch(a=A, b=B, c=(8 / (3 * math.pi)) ** 2):
     q = (b * (1 + b) + tail) / ((1 + b) ** 2 + tail)  # R_k = q b^k
     return (1 + 2 * c * q * a * b / (1 - a * b)
             + (1 - c) * q**3 * a * b**3 / (1 - a * b**3))
+
+
+def moved(W, after):
+    """|W| and t of the embedding's rows, means over the rows. (2,)"""
+    W, after = (x.detach().cpu().double() for x in (W, after))
+    cos = F.cosine_similarity(W, after)
+    return torch.stack([W.norm(dim=1), (2 - 2 * cos).clamp_min(0).sqrt()]).mean(1)
 
 
 def turn(y, a=A):
@@ -260,7 +267,7 @@ def peak(device):
 
 
 def steps(args, name, seed):
-    """The parameters; then of each step the loss before it, the windows, products().
+    """The parameters; then of each step the loss before it, windows, products() and moved().
 
     A loss that is not finite is the last.
     """
@@ -270,11 +277,12 @@ def steps(args, name, seed):
     for start in starts:
         if not math.isfinite(loss):
             return
-        windows = args.train[start[:, None] + torch.arange(args.context + 1)]
+        windows = args.train[start[:, None] + torch.arange(args.context + 1)].long()
         loss, G = gradients(p, ARMS[name], windows.to(args.device))
-        before = invariant(p["attn"])
+        before, rows = invariant(p["attn"]), p["embed"].detach().clone()
         P = step(G)
-        yield loss, windows, products(before, *map(invariant, (p["attn"], P["attn"], G["attn"])))
+        yield (loss, windows, moved(rows, p["embed"]),
+               products(before, *map(invariant, (p["attn"], P["attn"], G["attn"]))))
 
 
 def finite(value):
@@ -286,23 +294,26 @@ def train(args, name, seed):
     """What a run measured, in JSON's types; bpb is None where it diverged."""
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(args.device)
-    walk, losses, logs, seen = steps(args, name, seed), [], [], hashlib.sha256()
+    walk, losses, rows, logs, seen = steps(args, name, seed), [], [], [], hashlib.sha256()
     p, start = next(walk), time.perf_counter()
-    for loss, windows, log in walk:
+    for loss, windows, row, log in walk:
         losses.append(finite(loss))
+        rows.append(row)
         logs.append(log)
         seen.update(windows.to(torch.uint8).numpy().tobytes())
     seconds = time.perf_counter() - start
     bpb = bits(p, ARMS[name], args.valid.to(args.device), args.batch)
     return {"losses": losses, "batches": seen.hexdigest(), **weights(torch.stack(logs)),
+            "embed": tenths(torch.stack(rows)),
             "bpb": None if None in losses else finite(bpb), "peak_mib": peak(args.device),
             "bytes_per_second": len(losses) * args.batch * args.context / seconds}
 
 
 def tenths(values):
-    """Means of each tenth of the steps, five digits. (10 or fewer, heads)"""
+    """Means of each tenth of the finite steps, five digits. (10 or fewer, heads)"""
+    values = values[values.isfinite().all(1)]
     return [[float(f"{x:.5g}") for x in part.mean(0).tolist()]
-            for part in values.tensor_split(min(10, len(values)))]
+            for part in values.tensor_split(min(10, len(values)) or 1) if len(part)]
 
 
 def weights(logs):
@@ -326,17 +337,13 @@ def weights(logs):
 
 
 def settings(args, name, seed):
-    """What a run depends on, besides the code."""
+    """What a run depends on; code is the digest of this file."""
     cuda = args.device.type == "cuda"
     return {"arm": name, "seed": seed, **{k: getattr(args, k) for k in (
         "steps", "depth", "width", "context", "batch")}, "head": HEAD, "windows": len(args.valid),
         "text": args.digest, "dtype": str(args.dtype)[6:], "torch": torch.__version__,
         "device": torch.cuda.get_device_name(args.device) if cuda else args.device.type,
-        "threads": torch.get_num_threads(), "recipe": RECIPE}
-
-
-RESULTS = ("losses", "batches", "law", "tangent", "half", "norm", "turn", "bpb",
-           "bytes_per_second", "peak_mib")
+        "threads": torch.get_num_threads(), "recipe": RECIPE, "code": args.code}
 
 
 def opened(option, path, mode):
@@ -350,32 +357,47 @@ def opened(option, path, mode):
         raise ValueError(f"{option} {path}: {error.strerror}; name one that can be {to}") from error
 
 
+def seal(record):
+    """SHA-256 of a record's other fields."""
+    rest = {k: v for k, v in record.items() if k != "seal"}
+    return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+
+
+def recorded(line):
+    """The record of a line, or None: it is no run, was cut short or edited."""
+    try:
+        record = json.loads(line)
+        return record if record["seal"] == seal(record) else None
+    except (LookupError, RecursionError, TypeError, ValueError):
+        return None
+
+
 def reopen(args):
     """args.records, the runs in --out; a last line that was cut short is taken off."""
     args.records, mark = [], b'{"arm": "'
-    if not args.out:
+    if args.out is None:
         return
     with opened("--out", args.out, "a+b") as file:
         file.seek(0)
         *lines, rest = file.read().split(b"\n")
-        try:
-            for line in lines:
-                record = json.loads(line)
-                args.records.append({key: record[key] for key in [*record, "arm", *RESULTS]})
-            if rest[:len(mark)] != mark[:len(rest)]:
-                raise ValueError
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"--out {args.out}: holds a line that is no run of this script; "
-                             "name another file") from error
-        if rest:
-            print(f"train.py: {args.out}: line {len(lines) + 1} was cut short, its run is done "
-                  "again", file=sys.stderr)
+        found = [recorded(line) for line in (*lines, rest)]
+        cut = rest[:len(mark)] == mark[:len(rest)]
+        for i, line in enumerate((*lines, b"" if cut else rest), 1):
+            if line.strip() and not found[i - 1]:
+                raise ValueError(f"--out {args.out}: line {i} is no run of this script, or was "
+                                 "edited; take it out, or name another file")
+        args.records = [record for record in found if record]
+        if found[-1]:  # whole but for its newline
+            file.write(b"\n")
+        elif rest:
+            print(f"train.py: {args.out}: line {len(found)} was cut short, its run is done again",
+                  file=sys.stderr)
             file.truncate(sum(len(line) + 1 for line in lines))
 
 
 def read(path):
-    """The bytes of a file, or of Python's own help topics where path is empty."""
-    if path:
+    """The bytes of a file, or of Python's own help topics where none is named."""
+    if path is not None:
         with opened("--text", path, "rb") as file:
             return file.read()
     try:
@@ -390,13 +412,14 @@ def split(args):
     text, T = read(args.text), args.context
     cut = len(text) - len(text) // SHARE
     if min(cut, len(text) - cut) < T + 1:
-        raise ValueError(f"--text {args.text or 'topics'}: {len(text)} bytes; --context {T} needs "
+        name = "topics" if args.text is None else args.text
+        raise ValueError(f"--text {name}: {len(text)} bytes; --context {T} needs "
                          f"{SHARE * (T + 1)} or more")
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     args.digest, args.train, valid = hashlib.sha256(text).hexdigest(), data[:cut], data[cut:]
     count = min(WINDOWS, (len(valid) - 1) // T)
     first = [i * (len(valid) - T - 1) // max(1, count - 1) for i in range(count)]
-    args.valid = torch.stack([valid[i:i + T + 1] for i in first])
+    args.valid = torch.stack([valid[i:i + T + 1] for i in first]).long()
 
 
 def prepare(args):
@@ -409,6 +432,8 @@ def prepare(args):
     if args.seed + args.seeds > 2**63:
         raise ValueError(f"--seed {args.seed}: leave room for --seeds {args.seeds}")
     args.names = [name for name in ARMS if name in names]
+    with open(__file__, "rb") as file:
+        args.code = hashlib.sha256(file.read()).hexdigest()
     split(args)
     reopen(args)
 
@@ -442,8 +467,9 @@ def run_of(args, name, seed):
         if all(record.get(k) == v for k, v in told.items()):
             return record, False
     record = {**told, **train(args, name, seed)}
-    if args.out:
-        with open(args.out, "ab", buffering=0) as file:
+    record["seal"] = seal(record)
+    if args.out is not None:
+        with open(args.out, "ab") as file:
             file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
     return record, True
 
@@ -455,10 +481,11 @@ def shown(value, form=".3g"):
 
 def training(args, done):
     """Fills done[arm, seed] with records; what must hold in every run of the table."""
-    pairs = [(name, args.seed + i) for i in range(args.seeds) for name in args.names]
-    for i, (name, seed) in enumerate(pairs, 1):
+    count = len(args.names)
+    for i in range(args.seeds * count):
+        name, seed = args.names[i % count], args.seed + i // count
         done[name, seed], fresh = run_of(args, name, seed)
-        print(f"train.py: {i} of {len(pairs)}: {name}, seed {seed}: "
+        print(f"train.py: {i + 1} of {args.seeds * count}: {name}, seed {seed}: "
               f"{shown(done[name, seed]['bpb'], '.6f')} bits per byte"
               f"{'' if fresh else ', from ' + args.out}", file=sys.stderr, flush=True)
     beside = [(name, r, done["baseline", seed]) for (name, seed), r in done.items()]
@@ -478,6 +505,7 @@ def equilibrium(done):
     halves = [r["half"] for (name, _), r in done.items()
               if name == "baseline" and r["bpb"] is not None]
     if not halves:
+        yield "unresolved", "003.M8", "rotation: every baseline diverged", *3 * (None,)
         return
     R2, away, told, slack = map(fmean, zip(*halves, strict=True))
     kind = "law" if slack < told / 10 else "unresolved"
@@ -511,9 +539,9 @@ def chaos(done):
 
 
 def resolved(each, floor):
-    """Two seeds or more, one sign, and a mean FLOORS chaos floors or more away from 0."""
+    """Two seeds or more, one sign, a mean FLOORS chaos floors or more away from 0, and a floor."""
     mean = paired(each)[0]
-    if mean is None or floor is None or len(each) < 2:
+    if mean is None or not floor or len(each) < 2:
         return False
     return (min(each) > 0 or max(each) < 0) and abs(mean) >= FLOORS * floor
 
@@ -592,7 +620,10 @@ def fusing(args, windows, bound, count=5):
 
 
 def memory(args):
-    """C3: MiB at the peak of a forward and a backward in bf16 beyond no gain, beside the laws."""
+    """C3: MiB at the peak of a forward and a backward in bf16 beyond no gain, beside the laws.
+
+    Unfused 2 L B T d numbers in eager mode, compiled one B T d a gate; fused 7 L d^2, the W D_g.
+    """
     def held(f, arm):
         p, _ = parameters(real, arm, args.seed)
         for _ in range(3):  # the first may tune or compile
@@ -603,13 +634,16 @@ def memory(args):
         yield "unresolved", "003.C3", "memory of gains at depth 6 and 8: needs cuda", *3 * (None,)
         return
     for depth, batch, gated in REAL:
-        real = argparse.Namespace(**{**vars(args), "depth": depth, "width": 64 * depth,
+        torch.compiler.reset()  # beyond eight graphs of a function it would run eager
+        d = 64 * depth
+        real = argparse.Namespace(**{**vars(args), "depth": depth, "width": d,
                                      "dtype": torch.bfloat16})
         windows = torch.zeros(batch, 2049, dtype=torch.int64, device=args.device)
-        for form, f, law in (("eager", nats, 2 * depth * batch * depth / 4),
-                             ("compiled", torch.compile(nats, dynamic=False), gated)):
+        for form, f, law in (
+                ("eager", nats, 2 * depth * batch * 2048 * d / 2**19),
+                ("compiled", torch.compile(nats, fullgraph=True, dynamic=False), gated)):
             base = held(f, "baseline")
-            for arm, told in (("unfused", law), ("fused", 0)):
+            for arm, told in (("unfused", law), ("fused", 7 * depth * d * d / 2**19)):
                 yield ("info", "003.C3", f"MiB more, {arm}, L={depth}, B={batch}, {form}", told,
                        held(f, arm) - base, None)
 

@@ -1849,6 +1849,8 @@ def test_equilibriums_rows_by_hand(slack, kind):
     assert rotation[3:] == (1, pytest.approx(1.5), pytest.approx(slack / 2e-4))
     assert (norm[0], t[0]) == ("info", "info")
     assert norm[4] == 3 and t[4] == pytest.approx(math.sqrt(6e-4))
+    still = {"half": [4.0, -1e-16, -1e-4, 1e-6], "bpb": 3.0}   # P = 0: decay alone
+    assert list(train.equilibrium({("baseline", 0): still}))[2][4] == 0
     (lost,) = train.equilibrium({("baseline", 2): done["baseline", 2]})
     assert lost[0] == "unresolved" and lost[4] is None
 

@@ -12,14 +12,18 @@ values of the last and every other layer, Muon for matrices, Adam for the rest, 
     fused        x W D_g in front of W_Q, W_K, W_V and W_up, g learned;  unfused: (g x) W
     frequencies  w exp(f), one f a plane of a head
 A seed draws one start and one list of batches for all of its arms. A contrast of two arms is not
-resolved if its mean is below 3 chaos floors, if seeds differ in sign, or if there is one seed. For
-head h of W_Q or W_K, which QK-norm makes invariant, P = Muon's factor, a = 1 - eta lambda, and
+resolved if its mean is below 3 chaos floors, if the floor is 0, if seeds differ in sign, or if
+there is one seed. For head h of W_Q or W_K, which QK-norm makes invariant, P = Muon's factor,
+a = 1 - eta lambda, and
     |W+|^2 = a^2 |W|^2 - 2 eta a <P, W> + eta^2 |P|^2                                  every step
     1 - cos t = (eta^2 |P|^2/|W|^2 - (1 - a)^2)/(2 a)                      where |W+| = |W|
     |W|^2 = S eta^2 |P|^2/(1 - a^2),  S = stretch()           there, if gradients were white as well
 Of the source's optimizer NorMuon's rescaling, cautious decay and schedules are left out, and of its
 model value embeddings, sliding windows and zero starts. Runs repeat bit for bit on one CPU thread.
 bytes/s counts training alone; MiB is the most that the process (on cuda, the run) held so far.
+A line of --out is a run with all that it depends on, this file's digest too, its losses, and by
+tenths of its steps |W_h| and t of every head, |W| and t of the embedding's rows, also invariant
+but without decay. A line that was edited is refused.
 
 h, x     residual, normalised (B, T, d)       attn  W_Q, W_K, W_V, W_O      (L, 4, d, d)
 q, k, v  heads (B, H, T, d_h)                 up, down  of the MLP          (L, 4d, d), (L, d, 4d)
@@ -512,7 +516,7 @@ def equilibrium(done):
     yield kind, "003.M8", "(1-cos t)/equilibrium's at this |W|", 1, away / told, slack / told
     S = stretch()
     white = (HEAD * S / (1 - A * A)) ** 0.5 * ETA, (2 * turn((1 - A * A) / S)) ** 0.5
-    for text, expected, value in zip(("|W_h|", "t"), white, (R2**0.5, (2 * away) ** 0.5),
+    for text, expected, value in zip(("|W_h|", "t"), white, (R2**0.5, max(0, 2 * away) ** 0.5),
                                      strict=True):
         yield "info", "003.M8", f"{text}, beside white gradients'", expected, value, None
 

@@ -784,6 +784,8 @@ def laws(args):
            norm(gap) / scale, C_RADIAL * eps)
     yield ("control", "001.B7", "the same without v", norm(use["v"]) / scale,
            norm(gap + use["v"]) / scale, C_RADIAL * eps)
+    yield ("control", "001.B7", "cosine of a gain and its gradient, block 0", None,
+           abs(s["0.g1"].sum()) / size["0.g1"], C_RADIAL * eps)
     stream = [n for n in names if n.split(".")[-1] in ("embed", "o", "down")]
     total, scale = sum(s[n].sum() for n in stream), sum(size[n] for n in stream)
     yield ("identity", "001.B8", "|sum <g,W>|/sum|g||W|, embed + all o + all down", 0,

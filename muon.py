@@ -31,7 +31,7 @@ BURN, WALK, TRAINED = 96, 384, 60  # steps; the first two 3 and 12 times 1 / (et
 DRAWS = 600  # white gradients: 5 standard errors of an sd are 5 / sqrt(2 DRAWS) = 14 %
 ROUNDS, BETA_2 = 40, 0.95  # Sinkhorn's, each leaves a sixth of the spread; NorMuon's v
 TINY = 1e-9  # an s that five quintics leave below 1e-6, where their cubes are 1e-12 of it
-INIT = (2048, 512)  # the write-up's c_fc
+INIT = (2048, 512)  # a c_fc; the write-up gives no shape
 EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),  # for s in [.001, 1]
            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),

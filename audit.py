@@ -908,7 +908,7 @@ def options(parser):
     parser.add_argument("--expect", default=[], metavar="invariant:GLOB,not:GLOB",
                         type=items(r"(invariant|not|undecided):(.+)", "invariant:GLOB,not:GLOB"))
     parser.add_argument("--batches", type=parser.number(1, 1e6, int, closed=True))
-    parser.add_argument("--leak", type=parser.number(0, 1e-3, closed=True), default=0.0)
+    parser.add_argument("--leak", type=parser.number(0, 2 * NEAR, closed=True), default=0.0)
     parser.add_argument("--plot", type=parser.picture, metavar="FILE",
                         help="the cosine of every tensor beside its band")
     parser.set_defaults(prepare=prepare)

@@ -271,6 +271,8 @@ def settled(name, ids, R, g, theta, lr, wd):
     wait, error = relaxation(top, told, wd), 5 * s / (math.sqrt(2 * K) * wd * len(g))
     why = {"judged": f"if wd <= {COARSE} and --steps is {2 * math.ceil(wait)} or more"}
     law = "law" if wd <= COARSE and len(g) >= wait else "info"
+    if law == "info":
+        yield f"{name}: not judged; judged {why['judged']}"
     yield (law, ids[0], f"R, {name}", told, (R[:-1] ** 4).mean() ** 0.25,
            told * (error / 2 + 4 * s * s), why)
     turned = math.atan(math.sqrt(math.expm1(-2 * float(log_cos(theta).mean()))))

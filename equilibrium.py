@@ -39,7 +39,14 @@ import numpy as np
 import torch
 
 REPLICAS, SHAPE, BURN, STEPS = 40, (8, 32), 300, 500
-SIZES = f"{REPLICAS} walks of {SHAPE[0]}x{SHAPE[1]}, {BURN}+{STEPS} steps"
+
+
+def SIZES(args):
+    """The walks of the default run."""
+    m, n = SHAPE
+    return "" if args.setting else f"{REPLICAS} walks of {m}x{n}, {BURN}+{STEPS} steps"
+
+
 TAKES = {"sgd": "momentum nesterov grad", "sgdw": "momentum nesterov grad", "adam": "betas grad",
          "adamw": "betas", "sign": "", "lion": "betas", "muon": "momentum nesterov adjust"}
 COUPLED = ("sgd", "adam")  # torch adds wd w to the gradient
@@ -766,7 +773,7 @@ def predictor(args):
              zip("Rt", published(h), (e.norm, angle(e.turn)), strict=True)]
     if h.name == "muon":
         quintic = e.norm * (quintic_energy(h.shape) / d) ** 0.5
-        told.append(("B14", "rms weight with torch's quintic steps", quintic))
+        told.append(("B14", "rms weight, torch's quintic, within some 3 %", quintic))
     for what in ("lr", "wd") if 2 * h.lr * h.wd < 1 else ():
         twice = predict(h._replace(**{what: 2 * getattr(h, what)}))
         told += [("B20", f"R at 2 {what} / R", twice.norm / e.norm),
@@ -791,7 +798,8 @@ def rehearsal(args):
     off, where = bounds(h, e, count * m * n, steps), f"on {steps} steps of {count} {m}x{n}"
     yield "law", "001.B23", f"t {where}", angle(e.turn), angle(turn), off[1] * angle(e.turn)
     if args.simulate:
-        yield "law", "001.B14", f"R {where}", e.norm, R, off[0] * e.norm
+        kind = "law" if steps >= rates(h, e)[0] else "unresolved"  # R starts where it should end
+        yield kind, "001.B14", f"R {where}", e.norm, R, off[0] * e.norm
 
 
 def plot(path, points):
@@ -826,6 +834,7 @@ def plot(path, points):
 def measure(args):
     """The predictor's rows, or all laws."""
     if args.setting:
+        yield "for white gradients; a real loss stands beside them in the run without --optimizer"
         yield predictor(args)
         yield "measured on a walk that starts from the predicted R"
         yield rehearsal(args)

@@ -291,6 +291,8 @@ def clock(run, device):
 def agree(kind, ours, torchs, eps):
     """The compiled pass computes what torch's does: codes within 1, the rest to rounding."""
     bound = 1.5 / 127 if kind == "int8" else C_NORM * eps  # a code apart, not two
+    if kind == "backward":  # dgain: two sums over rows, in float32 at least, whose roundings walk
+        bound += C_SUM * min(eps, torch.finfo(torch.float32).eps) * len(ours[0])**0.5
     gaps = [(host(a) - host(b)).abs().max() / host(b).abs().max()
             for a, b in zip(ours, torchs, strict=False)]
     return "law", IDS[kind], f"{kind}: max|ours-torch's|/max|torch's|", 0, gaps, bound

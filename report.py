@@ -80,15 +80,20 @@ class Parser(argparse.ArgumentParser):
     def picture(path):
         """The type of --plot: a file that matplotlib, where it is installed, can write."""
         folder, end = os.path.dirname(os.path.abspath(path)), os.path.splitext(path)[1].lower()
-        target = path if os.path.exists(path) else folder
         for wrong, says in (
                 (importlib.util.find_spec("matplotlib") is None,
                  "needs matplotlib: pip install matplotlib"),
                 (end not in PICTURES, f"{path!r} ends with none of {', '.join(PICTURES)}"),
-                (not os.path.isdir(folder), f"{path!r}: no such folder"),
-                (os.path.isdir(path) or not os.access(target, os.W_OK), f"cannot write {path!r}")):
+                (not os.path.isdir(folder), f"{path!r}: no such folder")):
             if wrong:
                 raise argparse.ArgumentTypeError(says)
+        there = os.path.exists(path)
+        try:
+            open(path, "ab").close()
+            if not there:
+                os.remove(path)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
         return path
 
 
@@ -98,8 +103,8 @@ def load(spec):
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        if not (module and name):
-            raise ValueError("write it as pkg.module:name")
+        if not (module and name) or "/" in module or module.endswith(".py"):
+            raise ValueError("write it as pkg.module:name, found from the current folder")
         home = value = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
@@ -150,7 +155,8 @@ def parse(name, doc, options=None, argv=None):
     args = parser.parse_args(argv)
     args.chosen, args.typed = hasattr(args, "device"), hasattr(args, "dtype")
     args.json = hasattr(args, "json")
-    args.own = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))
+    plain = bool, int, float, str, tuple, list
+    args.own = {k: v for k, v in vars(args).items() if isinstance(v, plain)
                 and k not in ("device", "dtype", "seed", "json", "chosen", "typed")}
     args.device, args.dtype = place(
         parser, getattr(args, "device", "cpu"), getattr(args, "dtype", None))

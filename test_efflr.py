@@ -1575,7 +1575,7 @@ def test_predictor_knows_torchs_muon():
         argv = "--optimizer muon --lr .1 --wd .2 --shape 64x16 --momentum 0".split()
         seen, _ = told(*argv, *(["--adjust", rule] if rule else []))
         near(seen["R, the norm of the matrix"], 0.1 * ratio * (16 / (1 - 0.98**2)) ** 0.5)
-        quintic = seen["rms weight with torch's quintic steps"] / seen["rms weight"]
+        quintic = seen["rms weight, torch's quintic, within some 3 %"] / seen["rms weight"]
         near(quintic**2, eq.quintic_energy((64, 16)))
     muon, lion = (report.parse("x", "x", eq.options, ["--optimizer", name, *argv[2:6], "--shape",
                                                       "4x9"]).setting for name in ("muon", "lion"))
@@ -1590,7 +1590,14 @@ def test_predictor_knows_torchs_muon():
     "sgdw --lr .3 --wd .1 --shape 16x16"])
 def test_simulation_agrees_with_the_prediction(argv):
     _, rows = told("--optimizer", *argv.split(), "--simulate", "--steps", "400")
-    assert [r["verdict"] for r in rows if r["kind"] == "law"] == ["ok", "ok"], rows
+    walked = ["ok"] if argv.startswith("adam ") else ["ok", "ok"]  # adam's R takes longer
+    assert [r["verdict"] for r in rows if r["kind"] == "law"] == walked, rows
+
+
+def test_a_walk_too_short_to_move_the_norm_judges_the_rotation_only():
+    _, rows = told(*"--optimizer adamw --lr 3e-4 --wd .1 --shape 9x9 --simulate --steps 50".split())
+    assert [(r["id"], r["verdict"]) for r in rows[-2:]] == [("001.B23", "ok"),
+                                                            ("001.B14", "unresolved")]
 
 
 @pytest.mark.parametrize("name", ["sgd", "sign"])

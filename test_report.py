@@ -389,7 +389,7 @@ def test_own_options_reach_measure_and_prepare_refuses_in_one_line(capsys):
     def options(parser):
         parser.add_argument("target", nargs="?", default="here")
         parser.add_argument("--wd", type=parser.number(0, 1), default=0.5)
-        parser.set_defaults(prepare=prepare)
+        parser.set_defaults(prepare=prepare, shape=(4, 8))
 
     def prepare(args):
         if args.wd > 0.9:
@@ -401,7 +401,7 @@ def test_own_options_reach_measure_and_prepare_refuses_in_one_line(capsys):
     assert report.judge(module, "--wd", "0.25", "there")[0]["quantity"] == "there 0.25"
     assert run(module, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["options"] == {"target": "here", "wd": 0.5}
+    assert told["options"] == {"target": "here", "wd": 0.5, "shape": [4, 8]}
     with pytest.raises(SystemExit) as stop:
         run(module, "--wd", "0.95")
     assert stop.value.code == 2
@@ -422,7 +422,8 @@ def test_load_takes_the_current_folder_first(tmp_path, monkeypatch):
         assert report.load("moves:x")[0] == 3
         monkeypatch.chdir(tmp_path)
         for spec, says in (("leaves:x", "SystemExit"), ("mine", "write it as"), (":x", "write it"),
-                           ("mine:", "write it as"), ("mine:Inner", "AttributeError"),
+                           ("mine:", "write it as"), ("mine.py:x", "write it as"),
+                           ("a/mine:x", "write it as"), ("mine:Inner", "AttributeError"),
                            ("nothere:x", "ModuleNotFoundError"), ("broken:x", "OSError: no")):
             with pytest.raises(argparse.ArgumentTypeError, match=says):
                 report.load(spec)
@@ -441,10 +442,15 @@ def test_a_picture_is_refused_before_anything_runs(tmp_path, monkeypatch):
                        ("no/a.png", "no such folder"), ("is.svg", "cannot write")):
         with pytest.raises(argparse.ArgumentTypeError, match=says):
             picture(str(tmp_path / name))
-    monkeypatch.setattr(os, "access", lambda path, mode: path != str(good))
-    with pytest.raises(argparse.ArgumentTypeError, match="cannot write"):
-        good.touch()
+    good.write_bytes(b"old")
+    assert picture(str(good)) == str(good) and good.read_bytes() == b"old"
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"cannot write .*: Permission denied"):
         picture(str(good))
+    monkeypatch.undo()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(argparse.ArgumentTypeError, match="pip install matplotlib"):
         picture(str(tmp_path / "b.png"))

@@ -471,17 +471,34 @@ class Checks(Traits):
         if columns and self.names[0]:
             yield from self._column(self.round(x), self.some_dy(x))
 
-    def _column(self, x, dy):
+    def _column(self, x, dy, gain=None):
         """Euler's line of the gain, and the bias's sum, column by column."""
         self._needs(self.names[0], "no gain")
         a, b, (u, v) = self.some_a(x.shape[-1]), self.some_b(x.shape[-1]), self.bounds()
-        out = self.run(x, a, b, dy)
+        out = self.run(x, a, b, dy, gain=gain)
         terms = dy * (out.y - b)
         scale = self.sizes(terms.abs() + (dy * b).abs(), dy, a)
         yield "a da", a * out.da, self.sums(terms), scale, self.column(x)
         if self.names[1]:
             band = PRODUCTS * u + sum(x.shape) * v
             yield "db", out.db, dy.sum(0), dy.abs().sum(0), band
+
+    def _average(self, gain=None):
+        """y and dx in units of the formulas', over rows."""
+        x = self.rows(min(MANY, WIDEST // self.dim) // 4)
+        a = (16 * self.some_a()).round() / 16  # a and a - 1 are exact: no rounding is every row's
+        dy, (u, v) = self.some_dy(x), self.bounds()
+        right, out = formulas(self, x, a, dy).right, self.run(x, a, dy=dy, gain=gain)
+        for name in ("y", "dx"):
+            k = (getattr(out, name) * right[name]).sum(-1) / right[name].square().sum(-1)
+            error = float((k.var() / len(k)).sqrt().nan_to_num(0.0))
+            band = SIGMAS * error + ROUNDINGS * (u * u + v) + self.dim * v / 2 + self.centring(x)
+            yield f"{name} in units of the right one", k.mean(), torch.ones(()), 1.0, band
+
+    def _many(self, gain=None):
+        """Equal rows, dy = 1: the sums of the gain and of the bias."""
+        x = self.rows(1).repeat(min(MANY, WIDEST // self.dim), 1)
+        yield from self._column(x, torch.full_like(x, 2.0**-7 if self.single else 1.0), gain)
 
     def _jacobians(self):
         """x, r J and rows i of it (all, or WHOLE / 4 at random), of two rows of two sizes."""
@@ -546,8 +563,7 @@ class Checks(Traits):
 
     def many(self):
         """the same over 4096 equal rows, dy = 1"""
-        x = self.rows(1).repeat(min(MANY, WIDEST // self.dim), 1)
-        yield from self._column(x, torch.full_like(x, 2.0**-7 if self.single else 1.0))
+        yield from self._many()
 
     def jacobian(self):
         """r J = C - xh xh' / d, its rank, J xc, J 1"""
@@ -655,15 +671,7 @@ class Checks(Traits):
 
     def average(self):
         """y and dx against the formulas, over rows"""
-        x = self.rows(min(MANY, WIDEST // self.dim) // 4)
-        a = (16 * self.some_a()).round() / 16  # a and a - 1 are exact: no rounding is every row's
-        dy = self.some_dy(x)
-        right, out, (u, v) = formulas(self, x, a, dy).right, self.run(x, a, dy=dy), self.bounds()
-        for name in ("y", "dx"):
-            k = (getattr(out, name) * right[name]).sum(-1) / right[name].square().sum(-1)
-            error = float((k.var() / len(k)).sqrt().nan_to_num(0.0))
-            band = SIGMAS * error + ROUNDINGS * (u * u + v) + self.dim * v / 2 + self.centring(x)
-            yield f"{name} in units of the right one", k.mean(), torch.ones(()), 1.0, band
+        yield from self._average()
 
     def zero(self):
         """a zero row: y = 0, dx = C (a dy) / sqrt(e)"""
@@ -802,7 +810,7 @@ class Checks(Traits):
         yield f"y in {str(out.type)[6:]}; gradients", got, torch.ones_like(got), 1.0, 0
 
     def mixed(self):
-        """a float32 gain gives the same y"""
+        """a float32 gain: the same y; dx, da, db"""
         self._needs(self.names[0] and self.dtype.itemsize == 2, "no gain of a half dtype")
         x, a, _ = self.point()
         try:
@@ -811,6 +819,9 @@ class Checks(Traits):
             raise Skip("info", "a float32 gain is refused") from error
         want = self.run(x, a).y
         yield "y", y, want, want.abs().amax(-1, True), 2 * self.rho(x)
+        yield from self._average(torch.float32)
+        yield from self._column(x, self.some_dy(x), torch.float32)
+        yield from self._many(torch.float32)
 
     def init(self):
         """a new module: mean(y^2) = s / (s + e)"""

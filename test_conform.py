@@ -202,7 +202,7 @@ class Kernel(torch.autograd.Function):
     def forward(ctx, x, w, eps, rule):
         r = rms(up(x), eps)
         xh = up(x) / r
-        ctx.rule, ctx.dtype = rule, x.dtype
+        ctx.rule, ctx.dtype, ctx.mixed = rule, x.dtype, x.dtype != w.dtype
         ctx.save_for_backward(xh, r, up(w), x)
         return (xh * w).to(x.dtype)
 
@@ -485,6 +485,20 @@ def only_bfloat16(x, w, eps):
     return chunks(x, w * (1.01 if x.dtype == torch.bfloat16 else 1), eps)
 
 
+def halves_mixed(ctx, **q):
+    """Half of dx where the gain has another dtype."""
+    return KERNEL["dx"](**q) * (0.5 if ctx.mixed else 1)
+
+
+def drops_mixed(ctx, **q):
+    """No da where the gain has another dtype."""
+    return KERNEL["da"](**q) * (0 if ctx.mixed else 1)
+
+
+def low_mixed(ctx, **q):
+    return (low_gain_sum if ctx.mixed else KERNEL["da"])(**q)
+
+
 def tail_of_sum(dy, xh, w, **q):
     da = KERNEL["da"](dy, xh, w)
     return da if len(w) % 2 == 0 else torch.cat([da[:-1], 0 * da[-1:]])
@@ -630,6 +644,9 @@ WRONG = {
     "input written to": (writes_x, SINGLE, "intact", None),
     "output widened": (widened, BF16, "dtypes", None),
     "float32 gain misread": (misread, BF16, "mixed", None),
+    "backward wrong under a float32 gain": (
+        kernel(dx=halves_mixed, da=drops_mixed), BF16, "mixed", None),
+    "da summed low under a float32 gain": (kernel(da=low_mixed), BF16, "mixed", None),
     "two axes only": (needs_two_axes, WIDE, "shapes", None),
     "backward of two axes": (kernel(dx=flat_backward), WIDE, "shapes", None),
     "gain starts at 2": (Twice, WIDE, "init", None),
@@ -755,7 +772,7 @@ def test_a_column_gets_three_roundings_and_its_sum():
 
 def test_the_average_is_judged_by_its_own_spread():
     norm = made(e=1e-6, dtype=torch.bfloat16)
-    norm.run = lambda x, a, dy: conform.SimpleNamespace(
+    norm.run = lambda x, a, dy, gain: conform.SimpleNamespace(
         y=conform.formulas(norm, x, a, dy).right["y"] * (1 + torch.arange(1024)[:, None] % 2 / 64),
         dx=1.001 * conform.formulas(norm, x, a, dy).right["dx"])
     (_, y, one, scale, band), (_, dx, _, _, floor) = norm.average()
@@ -876,7 +893,7 @@ def test_columns_are_weighed_by_the_sizes_of_their_terms():
 def test_outputs_are_weighed_by_their_rows(id):
     norm = made(Layer, dtype=torch.bfloat16, centred=id == "shift", e=1e-5)
     norm.names = norm.find_names()
-    *_, (_, _, want, scale, _) = getattr(norm, id)()
+    (_, _, want, scale, _), *_ = getattr(norm, id)()
     near(scale, abs(want).max(-1, keepdim=True).values)
 
 
@@ -980,7 +997,8 @@ def test_residuals_are_neither_near_their_bands_nor_empty():
                 key = r["id"], r["quantity"][-4:]
                 worst[key] = max(worst.get(key, 0), r["measured"] / r["bound"])
     for (id, dtype), ratio in worst.items():
-        top = 0.75 if id in ("many", "counts", "widths") else 0.5  # two roundings of three happen
+        sums = ("many", "counts", "widths", "mixed")
+        top = 0.75 if id in sums else 0.5  # two roundings of three happen
         low = 1e-4 if id in ("average", "broad") else 1e-3  # means of many rows
         if id in ("shapes", "grads", "permute", "modes", "broad") and ratio == 0:
             low = -1  # two runs, the same bits
@@ -999,6 +1017,24 @@ def test_a_wrong_norm_is_caught_and_its_cause_is_named(name):
     assert set(bad) == set(checks.split())
     said = {r["detail"]["cause"] for r in bad.values() if "cause" in r["detail"]}
     assert any(cause in s for s in said) if cause else said <= {""}
+
+
+@pytest.mark.parametrize(("rule", "piece"), [
+    ({"dx": halves_mixed}, "dx in units of the right one"), ({"da": drops_mixed}, "a da"),
+    ({"da": low_mixed}, "a da")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_gradient_under_a_float32_gain_is_judged(rule, piece, dtype):
+    found = fails(conform.check(kernel(**rule), dtypes=[dtype], only=["mixed", "average", "many"]))
+    assert {id: r["detail"]["piece"] for id, r in found.items()} == {"mixed": piece}
+
+
+def test_db_under_a_float32_gain_is_judged():
+    class Lost(Layer):
+        def forward(self, x):
+            b = self.shift if self.shift.dtype == x.dtype else self.shift.detach()
+            return (self.statistic(up(x)) * self.g.view(-1) + b).to(x.dtype)
+    found = fails(conform.check(Lost, dtypes=["bfloat16"], only=["mixed", "dgain"]))
+    assert {id: r["detail"]["piece"] for id, r in found.items()} == {"mixed": "db"}
 
 
 def test_one_seed_more_and_every_wrong_norm_is_still_caught():

@@ -991,7 +991,14 @@ def factor(norm, eps):
                  if eps and abs(norm.e / eps / k - 1) <= within), "")
 
 
-def told(norms, traits, expect, eps):
+def held(norm, wide):
+    """Must its eps be the widest dtype's? Not where both are roundoffs, as torch's default is."""
+    usual = all(any(abs(n.e / torch.finfo(t).eps - 1) <= 8 * n.rho()
+                    for t in (n.dtype, n.work, torch.float32)) for n in (norm, wide))
+    return norm is not wide and wide.e >= 4.0 ** LOW.get(norm.work, -50) and not usual
+
+
+def told(norms, wide, traits, expect, eps):
     """The rows of what the callee is; expectations make verdicts of them."""
     for id, text in traits.items():
         want = EXPECT.get(expect, {}).get(id)
@@ -1000,7 +1007,10 @@ def told(norms, traits, expect, eps):
                ("law", id, words, 1, float(text == want), 0))
     for norm in norms:
         name = f"eps{factor(norm, eps)}, {short(norm.dtype)}"
-        if eps is None:
+        if eps is None and held(norm, wide):
+            name = f"eps is {short(wide.dtype)}'s {wide.e:.3g}, {short(norm.dtype)}"
+            yield "law", "eps", name, wide.e, norm.e, 8 * norm.rho() * wide.e
+        elif eps is None:
             yield "info", "eps", name, None, norm.e, None
         elif 0 < eps < 4.0 ** LOW.get(norm.work, -50):
             yield "unresolved", "eps", name, eps, norm.e, None
@@ -1085,7 +1095,7 @@ def examine(norms, refused, wide, eps, expect, only, compiling, replay):
     if not norms:
         return
     try:
-        yield from (r for r in told(norms, identify(norms, wide), expect, eps)
+        yield from (r for r in told(norms, wide, identify(norms, wide), expect, eps)
                     if not only or r[1] in only)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}", "cause": "",

@@ -1105,6 +1105,42 @@ def test_eps_of_torch_is_its_compute_dtypes():
     assert abs(got["fp32"] / 2.0**-23 - 1) < 1e-6
 
 
+@pytest.mark.parametrize(("k", "dtype"), [(10, "bfloat16"), (0, "float16"), (1.5, "bfloat16"),
+                                          (0.9, "float32")])
+def test_an_eps_of_one_dtype_alone_is_seen_without_the_right_one(k, dtype):
+    class Own(Llama):
+        def forward(self, x):
+            h, c = x.float(), k if x.dtype == conform.DTYPES[dtype] else 1
+            return self.weight * (h / rms(h, c * self.eps)).to(x.dtype)
+    for dtypes in (tuple(conform.DTYPES), [dtype]):
+        bad = [r for r in conform.check(Own, dtypes=dtypes) if r["verdict"] == "FAILS"]
+        assert [(r["id"], r["quantity"]) for r in bad] == [
+            ("eps", f"eps is fp64's 1e-06, {conform.short(conform.DTYPES[dtype])}")]
+        assert abs(bad[0]["measured"] - k * 1e-6) < 0.1 * 1e-6 * max(k, 1)
+    with pytest.raises(AssertionError, match=r"eps: eps is fp64's 1e-06, .*, band .*: FAILS"):
+        conform.assert_conforms(Own, dtypes=[dtype])
+
+
+@pytest.mark.parametrize("e", [1e-12, 2.4e-10, 1e-9, 1e-7, 1e-5, 0.1, 1.0])
+def test_an_eps_that_is_not_given_is_the_same_in_every_dtype_that_holds_it(e):
+    for norm in (nn.RMSNorm, nn.LayerNorm, Gemma, T5):
+        built = functools.partial(norm, 96, e)
+        rows = conform.check(built(), dtypes=tuple(conform.DTYPES), only=["eps"])
+        assert not fails(rows)
+        law = [r["quantity"][-4:] for r in rows if r["kind"] == "law"]
+        assert law == ["fp32", "bf16", *["fp16"] * (e >= 2.0**-32)]
+
+
+def test_torch_s_own_default_is_no_disagreement():
+    assert {r["kind"] for r in rows_of("torch") if r["id"] == "eps"} == {"info"}
+    def half(x, w, eps):  # the roundoff of the input's dtype
+        return (up(x) / rms(up(x), torch.finfo(x.dtype).eps) * w).to(x.dtype)
+    class Own(Llama):
+        def forward(self, x):
+            return half(x, self.weight, None)
+    assert not fails(conform.check(Own, only=["eps"]))
+
+
 def test_eps_of_a_floor_and_of_none():
     assert abs(next(r["measured"] for r in rows_of("floor") if r["id"] == "eps") / 3e-6 - 1) < 1e-13
     rows = conform.check(lambda x, w, eps: stepwise(x, w, 0), dtypes=["float64"],

@@ -1206,6 +1206,7 @@ def prepare(args):
     args.dtypes = [DTYPES[t] for t in picked]
     args.spec, args.call, args.file = args.norm
     args.dim = width(args.call, args.dim)
+    args.own |= {"callee": args.spec, "file": args.file, "dim": args.dim}
     args.admitted = admit(args.call, args.dim, args.kwargs, args.eps, args.device, args.dtypes,
                           args.seed)
 

@@ -1562,6 +1562,8 @@ def test_json_is_one_object_whatever_the_callee_prints(tmp_path, monkeypatch, ca
                "--only", "unit,zero") == 0
     got = json.loads(capsys.readouterr().out)
     assert (got["dtype"], got["holds"]) == ("float64,float16", True)
+    named = {"callee": "mine:right", "file": str(tmp_path / "mine.py"), "dim": 96}
+    assert named.items() <= got["options"].items()
     assert [r["verdict"] for r in got["rows"]] == ["ok"] * 4
     assert run(tmp_path, monkeypatch, "mine:outside", "--json", "--only", "zero") == 1
     got = json.loads(capsys.readouterr().out)["rows"][0]["detail"]

@@ -67,12 +67,12 @@ TRAITS = ("kind", "axes", "divisor", "computes", "place", "gain", "bias", "round
           "eps", "range")
 COMMON = {"divisor": "d", "axes": "the last", "place": "inside the root"}
 HALF = {"rounds": "once, after the gain", "output": "the input's"}
-LLAMA = {"rounds": "before the gain too", "output": "the gain's", "computes": "float32"}
+LLAMA = {"rounds": "before the gain too", "output": "the gain's"}
 EXPECT = {
-    "torch": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "w", "computes": "float64"},
+    "torch": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "w"},
     "llama": {**COMMON, **LLAMA, "kind": "RMSNorm", "gain": "w"},
     "t5": {**COMMON, **LLAMA, "kind": "RMSNorm", "gain": "w"},
-    "gemma": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "1 + w", "computes": "float32"},
+    "gemma": {**COMMON, **HALF, "kind": "RMSNorm", "gain": "1 + w"},
     "layernorm": {**COMMON, **HALF, "kind": "LayerNorm", "gain": "w"}}
 
 

@@ -61,6 +61,7 @@ COUNTS = (1, 67, ROWS)
 REPEATS = 60  # a race of one run in twenty is missed once in twenty
 SIGMAS = 5
 MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
+NOISE = "not deterministic, within rounding"
 WIDEST = 2**22  # numbers in a tensor, beyond which there are fewer equal rows
 KNEE = (-4, -2, 0, 2)  # log2 of x around the row that eps halves
 TRAITS = ("kind", "axes", "divisor", "computes", "place", "gain", "bias", "rounds", "output",
@@ -741,26 +742,36 @@ class Checks(Traits):
         yield "gain", a if out.a is None else out.a, a, 1.0, 0
         yield "bias", b if out.b is None else out.b, b, 1.0, 0
 
-    def _bits(self, name, outs, ref):
+    def _bits(self, name, outs, ref, letters=("y", "dx", "da", "db")):
         """Every number of the runs is the very number of another run."""
-        for k in ("y", "dx", "da", "db"):
+        for k in letters:
             if (want := getattr(ref, k)) is not None:
                 yield f"{k}, {name}", torch.stack([getattr(o, k) for o in outs]), want, 1.0, 0
 
     def repeat(self):
         """60 runs give the same bits"""
         x, a, dy = self.point()
-        first, *more = (self.run(x, a, dy=dy) for _ in range(REPEATS))
-        yield from self._bits("again", more, first)
+        ref, *more = (self.run(x, a, dy=dy) for _ in range(REPEATS))
+        pieces = list(self._bits("again", more, ref))
+        if 0 < worst(pieces)["share"] and all(
+                worst(self._all("", out, ref, dy, a, x))["share"] <= 1 for out in more):
+            pieces = self._bits(f"again, {NOISE}", more, ref)
+        yield from pieces
+
+    def _again(self, name, out, ref, dy, a, x):
+        """y and dx are the same bits; da and db, which may be summed in any order, are close."""
+        yield from self._bits(name, [out], ref, ("y", "dx"))
+        yield from (p for p in self._all(name, out, ref, dy, a, x) if p[0][:2] in ("da", "db"))
 
     def graph(self):
         """backward twice, and after another call"""
         (x, a, dy), (other, _, up) = self.point(), self.point()
         ref = self.run(x, a, dy=dy)
         late = self.run(x, a, dy=dy, between=lambda: self.run(other, a, dy=up))
-        yield from self._bits("after another call", [late], ref)
+        yield from self._again("after another call", late, ref, dy, a, x)
         with contextlib.suppress(RuntimeError):  # what refuses a second backward is not wrong
-            yield from self._bits("second backward", [self.run(x, a, dy=dy, times=2)], ref)
+            twice = self.run(x, a, dy=dy, times=2)
+            yield from self._again("second backward", twice, ref, dy, a, x)
 
     def modes(self):
         """no_grad, inference, eval: y is the same"""
@@ -1076,7 +1087,8 @@ def story(found):
         what = f"it raised {found['error'].splitlines()[0]}"
     else:
         got, want = unlike(found["got"], found["want"])
-        what = f"{found['piece']}: {got} where {want} is right, at {found['index']}"
+        says = f"{got} after {want}" if NOISE in found["piece"] else f"{got} where {want} is right"
+        what = f"{found['piece']}: {says}, at {found['index']}"
     cause = f"likely cause: {found['cause']}" * bool(found["cause"])
     return ["         " + line for line in (what, cause, f"replay: {found['replay']}") if line]
 

@@ -1423,6 +1423,39 @@ def test_a_raising_check_fails_and_the_rest_run():
     assert rows[1]["measured"] != rows[1]["measured"]
 
 
+def any_order(dy, xh, w, **q):
+    """The rows summed in random order, as atomicAdd does."""
+    return KERNEL["da"]((dy * xh).reshape(-1, len(w))[torch.randperm(dy.numel() // len(w))], 1, w)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_sums_in_any_order_fail_repeat_alone_and_are_said_to_be_rounding(dtype):
+    found = fails(conform.check(kernel(da=any_order), dtypes=[dtype]))
+    assert set(found) == {"repeat"}
+    assert found["repeat"]["detail"]["piece"] == "da, again, not deterministic, within rounding"
+    said = conform.story(found["repeat"]["detail"])[0]
+    assert re.fullmatch(r" *da, again, not deterministic, within rounding: (\S+) after (?!\1)\S+, "
+                        r"at \[\d+, \d+\]", said)
+
+
+@pytest.mark.parametrize("off", [1e-9, 1e-3])
+def test_what_moves_more_than_rounding_is_not_said_to_be_rounding(off):
+    def moves(dy, xh, w, **q):
+        return KERNEL["da"](dy, xh, w) * (1 + off * torch.rand((), dtype=w.dtype))
+    found = fails(conform.check(kernel(da=moves), dtypes=["float64"], only=["repeat", "graph"]))
+    assert {id: r["detail"]["piece"] for id, r in found.items()} == {
+        "repeat": "da, again", "graph": found["graph"]["detail"]["piece"]}
+    assert found["graph"]["detail"]["piece"] in ("da, second backward", "da, after another call")
+
+
+def test_y_and_dx_of_a_second_backward_keep_every_bit():
+    def later(xh, r, v, ctx, **q):
+        ctx.calls = getattr(ctx, "calls", 0) + 1
+        return KERNEL["dx"](xh=xh, r=r, v=v) * (1 + 2.0**-50 * (ctx.calls > 1))
+    found = fails(conform.check(kernel(dx=later), dtypes=["float64"]))
+    assert {id: r["detail"]["piece"] for id, r in found.items()} == {"graph": "dx, second backward"}
+
+
 def test_traits_that_raise_fail_and_the_checks_run():
     def norm(x, w, eps):
         if len(x) == 8:

@@ -1126,7 +1126,7 @@ def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", ep
           expect=None, only=None, compiling=False, seed=0):
     """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
     dim, kwargs, told = width(norm, dim), kwargs or {}, {"kwargs": kwargs, "eps": eps}
-    dtypes = [DTYPES[t] for t in words(DTYPES, "dtypes", dtypes)]
+    dtypes = [DTYPES[t] for t in words(DTYPES, "dtypes", full(dtypes))]
     only = only and words([*IDS, *TRAITS], "only", only)
     words([*EXPECT, None], "expect", [expect])
     if dim < 8 or not 0 <= (eps or 0) < math.inf:
@@ -1181,6 +1181,12 @@ def words(known, option, picked):
     return list(dict.fromkeys(picked))
 
 
+def full(names):
+    """The dtypes' names in full: float32 for fp32."""
+    known = {short(t): name for name, t in DTYPES.items()}
+    return [known.get(name, name) for name in names]
+
+
 def options(parser):
     """The callee, how to build it, and what to judge."""
     def callee(text):
@@ -1192,7 +1198,8 @@ def options(parser):
                         help="pkg.module:Class or :function; default torch.nn:RMSNorm")
     parser.add_argument("--kwargs", default="{}", help="JSON object for the class")
     parser.add_argument("--dim", type=parser.number(8, 2**16, int, closed=True))
-    parser.add_argument("--dtype", dest="picked", help="comma list of " + ", ".join(DTYPES))
+    parser.add_argument("--dtype", dest="picked", help="comma list of " + ", ".join(DTYPES)
+                        + "; or fp64, fp32, bf16, fp16")
     parser.add_argument("--eps", type=parser.number(0, 1e3, closed=True),
                         help="the right value; also a function's argument")
     parser.add_argument("--expect", choices=sorted(EXPECT), help="make verdicts of the traits")
@@ -1214,7 +1221,8 @@ def prepare(args):
     args.only = None if args.only is None else words(
         [*IDS, *TRAITS], "--only", args.only.split(","))
     here = [t for t in DTYPES if args.device.type != "mps" or t != "float64"]
-    picked = here if args.picked is None else words(here, "--dtype", args.picked.split(","))
+    picked = here if args.picked is None else words(
+        here, "--dtype", full(args.picked.split(",")))
     args.dtypes = [DTYPES[t] for t in picked]
     args.spec, args.call, args.file = args.norm
     args.dim = width(args.call, args.dim)

@@ -1626,6 +1626,19 @@ def test_json_is_one_object_whatever_the_callee_prints(tmp_path, monkeypatch, ca
                         "replay"}
 
 
+def test_dtypes_may_be_named_as_they_are_printed(tmp_path, monkeypatch, capsys):
+    argv = ["mine:right", "--json", "--only", "unit", "--dtype", "fp32,bf16,float32,fp64,fp16"]
+    assert run(tmp_path, monkeypatch, *argv) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["dtype"] == "float32,bfloat16,float64,float16"
+    said = [r["quantity"][-4:] for r in got["rows"]]
+    assert said == ["fp32", "bf16", "fp64", "fp16"]
+    rows = conform.check(nn.RMSNorm, dtypes=said, only=["unit"])
+    assert [r["quantity"][-4:] for r in rows] == said
+    assert run(tmp_path, monkeypatch, "--dtype", "fp8") == 2
+    assert "argument --dtype: 'fp8' is none of float64, float32" in capsys.readouterr().err
+
+
 def test_a_class_takes_kwargs_and_its_eps_is_expected(tmp_path, monkeypatch, capsys):
     argv = ["mine:Gain", "--kwargs", '{"eps": 1e-5}', "--dim", "33", "--only", "eps,unit",
             "--dtype", "float64"]

@@ -1500,6 +1500,11 @@ def test_budget_notices_a_wrong_update(monkeypatch):
         "sgd .9", "sgd .9 nesterov", "sgdw .9", "adamw", "adam"]  # torch's; lion and muon use it
 
 
+def test_runs_without_a_spike_leave_its_fall_unresolved(monkeypatch):
+    monkeypatch.setattr(eq, "SPIKED", math.inf)
+    assert [r["verdict"] for r in judged(eq.collapse(given(0)))] == ["info", "unresolved", "ok"]
+
+
 # the command line
 
 

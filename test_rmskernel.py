@@ -608,7 +608,11 @@ def test_clock_tells_milliseconds_of_one_thread_or_of_the_wall(monkeypatch):
 def test_agreement_is_that_of_the_worst_element():
     one, other = torch.tensor([1.0, 2, 4]), torch.tensor([1.0, 2.5, 4])
     _, _, _, _, gaps, bound = kernel.agree("backward", (one, one), (one, other), 1e-3)
-    assert gaps == [0, 0.125] and bound == 8e-3
+    assert gaps == [0, 0.125]
+    assert bound == pytest.approx(8e-3 + 4 * 2**-23 * 3**0.5, rel=1e-15)
+    assert kernel.agree("forward", (one,), (other,), 1e-3)[-1] == 8e-3
+    *_, bound = kernel.agree("backward", (one, one), (one, other), 2.0**-52)
+    assert bound == pytest.approx((8 + 4 * 3**0.5) * 2**-52, rel=1e-15)
     codes = torch.tensor([127, 3, -9], dtype=torch.int8)
     for step, word in ((1, "ok"), (2, "FAILS")):
         moved = codes + torch.tensor([0, step, 0], dtype=torch.int8)

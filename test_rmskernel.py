@@ -178,6 +178,17 @@ def test_a_wrong_formula_fails_the_script(script, name, wrong, monkeypatch, caps
     assert re.search("FAILS|weak", capsys.readouterr().out)
 
 
+def test_a_gradient_wrong_in_one_row_fails_jacobian(monkeypatch):
+    right = jacobian.rmsnorm_gradient
+
+    def wrong(u, x):
+        dx = right(u, x)
+        return torch.cat((1.001 * dx[:1], dx[1:]))
+    monkeypatch.setattr(jacobian, "rmsnorm_gradient", wrong)
+    found = {r["quantity"]: r["verdict"] for r in report.judge(jacobian)}
+    assert found["|dx-dx'| r/|u|, autograd, closed form"] == "FAILS"
+
+
 # the Function: values
 
 

@@ -850,6 +850,8 @@ def prepare(args):
     args.result = None
     if args.model and args.variant:
         raise ValueError("give a model or --variant, not both")
+    if not args.model:
+        torch.set_num_threads(1)  # tensors this small are slower on more
     if not args.model and not args.variant:
         if args.heads or args.expect or args.batches or args.leak:
             raise ValueError("--heads, --expect, --batches and --leak need a model or --variant")

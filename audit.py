@@ -948,4 +948,4 @@ def audited(args, r):
 
 if __name__ == "__main__":
     from report import run
-    raise SystemExit(run(measure, __doc__, options))
+    raise SystemExit(run(measure, __doc__, options, threads=None))

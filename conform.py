@@ -64,8 +64,12 @@ MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J 
 NOISE = "not deterministic, within rounding"
 WIDEST = 2**22  # numbers in a tensor, beyond which there are fewer equal rows
 KNEE = (-4, -2, 0, 2)  # log2 of x around the row that eps halves
-TRAITS = ("kind", "axes", "divisor", "computes", "place", "gain", "bias", "rounds", "output",
-          "eps", "range")
+TRAITS = {
+    "kind": "RMSNorm, LayerNorm or neither", "axes": "what a statistic is taken over",
+    "divisor": "of the sum of squares", "computes": "the arithmetic of float64",
+    "place": "eps inside or outside the root", "gain": "w or 1 + w", "bias": "b or none",
+    "rounds": "before the gain too, or once", "output": "dtype under a float32 gain",
+    "eps": "measured", "range": "row rms that it serves"}
 COMMON = {"divisor": "d", "axes": "the last", "place": "inside the root"}
 HALF = {"rounds": "once, after the gain", "output": "the input's"}
 LLAMA = {"rounds": "before the gain too", "output": "the gain's"}
@@ -96,7 +100,8 @@ class Feed(torch.autograd.Function):
 
 def host(t):
     """A copy on the CPU in float64, where everything is compared."""
-    return t.detach().cpu().double().clone()
+    t = t.detach().cpu()
+    return t.clone() if t.dtype == torch.float64 else t.double()
 
 
 def short(dtype):
@@ -238,8 +243,8 @@ class Norm:
             for more in reversed(range(times)):
                 between and between()
                 self.backward(out, y, up, leaves, more > 0)
-            out.dy = host(up)
-        out.y, out.x = host(y), host(given)
+            out.dy = up
+        out.y, out.x = host(y), given
         out.b = None if bias is None else host(bias).flatten()
         out.a = None if w is None else host(w).flatten() + self.plus
         return out
@@ -300,7 +305,7 @@ class Norm:
     def sizes(self, terms, dy, a):
         """Of the terms of every sum; a subnormal y or da is rounded as the least normal one is."""
         tiny = torch.finfo(self.dtype).tiny
-        return self.sums(terms.abs() + tiny * dy.abs()) + tiny * a.abs().max()
+        return self.sums(terms.abs()) + tiny * (self.sums(dy.abs()) + a.abs().max())
 
 
 class Traits(Norm):
@@ -328,12 +333,26 @@ class Traits(Norm):
         return found.get("gain"), found.get("bias")
 
     def find_plus(self):
-        """o of a gain that is applied as o + w."""
+        """o of a gain that is applied as o + w; NaN where y is not affine in w."""
         x = self.rows(8)
-        y = self.run(x, torch.zeros(self.dim).double()).y
-        slope = self.run(x).y - y
+        y, once, twice = (self.run(x, torch.full((self.dim,), k).double()).y for k in (0, 1, 2))
+        slope = once - y
+        if not (twice - once - slope).abs().max() < 0.05 * twice.abs().max():
+            return math.nan
         o = float(((y * slope).sum() / slope.square().sum()).nan_to_num())
         return float(round(o)) if abs(o - round(o)) < 0.01 else o
+
+    def find_gain(self):
+        """The gain in words. A module's that is not o + w is left as it was built."""
+        if not self.names[0]:
+            return "none"
+        o = self.find_plus()
+        if math.isnan(o):
+            self.names = self.names if self.function else (None, self.names[1])
+            self.modules.clear()
+            return "not w + a constant" + ", left as built" * (not self.function)
+        self.plus = o
+        return {0.0: "w", 1.0: "1 + w"}.get(o, f"{o:.3g} + w") + ", one number" * self.single
 
     def kind(self):
         """Does a shift of x move y, and a scale; and does y lie along xc?"""
@@ -477,12 +496,12 @@ class Checks(Traits):
         self._needs(self.names[0], "no gain")
         a, b, (u, v) = self.some_a(x.shape[-1]), self.some_b(x.shape[-1]), self.bounds()
         out = self.run(x, a, b, dy, gain=gain)
-        terms = dy * (out.y - b)
-        scale = self.sizes(terms.abs() + (dy * b).abs(), dy, a)
-        yield "a da", a * out.da, self.sums(terms), scale, self.column(x)
+        terms = dy * (out.y - b if self.names[1] else out.y)
+        scale = self.sizes(terms, dy, a)
         if self.names[1]:
-            band = PRODUCTS * u + sum(x.shape) * v
+            scale, band = scale + self.sums((dy * b).abs()), PRODUCTS * u + sum(x.shape) * v
             yield "db", out.db, dy.sum(0), dy.abs().sum(0), band
+        yield "a da", a * out.da, self.sums(terms), scale, self.column(x)
 
     def _average(self, gain=None):
         """y and dx in units of the formulas', over rows."""
@@ -736,9 +755,9 @@ class Checks(Traits):
         """x, gain, bias and dy are not written to"""
         (x, a, dy), b = self.point(), self.some_b()
         out = self.run(x, a, b, dy)
-        yield "x, no gradient asked", self.run(x, a).x, x, 1.0, 0
-        yield "x", out.x, x, 1.0, 0
-        yield "dy", out.dy, dy, 1.0, 0
+        yield "x, no gradient asked", host(self.run(x, a).x), x, 1.0, 0
+        yield "x", host(out.x), x, 1.0, 0
+        yield "dy", host(out.dy), dy, 1.0, 0
         yield "gain", a if out.a is None else out.a, a, 1.0, 0
         yield "bias", b if out.b is None else out.b, b, 1.0, 0
 
@@ -947,12 +966,26 @@ def wrapper(call):
     return f"{line}return {does}"
 
 
+def constructed(call, dim, kwargs):
+    """Does Class(dim, **kwargs) build?"""
+    try:
+        with quiet(), torch.no_grad():
+            call(dim, **kwargs)
+    except Exception as error:
+        name = getattr(call, "__name__", "the partial")
+        said = "".join(f", {k}={v!r}" for k, v in kwargs.items())
+        raise TypeError(f"{name}({dim}{said}) raised {type(error).__name__}: {error}; a class is "
+                        "built as Class(dim, **kwargs)") from error
+
+
 def admit(call, dim, kwargs, eps, device, dtypes, seed):
     """The norms to be judged, one a dtype; what other dtypes raised; the widest norm that runs."""
     norms, refused = {}, {}
     if kwargs and not builds(call):
         raise ValueError("argument kwargs: a function or a built module takes none; --eps is a "
                          "function's eps")
+    if builds(call):
+        constructed(call, dim, kwargs)
     every = dict.fromkeys((*dtypes, torch.float64, torch.float32))
     for dtype in [t for t in every if device.type != "mps" or t != torch.float64]:
         norm = Checks(call, dim, kwargs, eps, device, dtype, seed)
@@ -976,7 +1009,7 @@ def identify(norms, wide):
     wide.start("traits")
     if not wide.function:
         wide.names = wide.find_names()
-    wide.plus = wide.find_plus() if wide.names[0] else 0.0
+    gain = wide.find_gain()
     traits = {"kind": wide.kind(), "axes": wide.axes()}
     if wide.dtype == torch.float64:
         traits["computes"] = wide.computes()
@@ -986,9 +1019,7 @@ def identify(norms, wide):
     for norm in norms:
         norm.settle(wide)
     traits["place"] = {"floor": "a floor under s"}.get(wide.place, f"{wide.place} the root")
-    plus = {0.0: "w", 1.0: "1 + w"}.get(wide.plus, f"{wide.plus:.3g} + w")
-    plus += ", one number" * wide.single
-    traits |= {"gain": plus if wide.names[0] else "none", "bias": "b" if wide.names[1] else "none"}
+    traits |= {"gain": gain, "bias": "b" if wide.names[1] else "none"}
     for half in [n for n in norms if n.dtype.itemsize == 2 and wide.names[0]][:1]:
         traits |= {"rounds": half.rounds(), "output": half.outputs()}
     return traits
@@ -1204,7 +1235,7 @@ def options(parser):
                         help="the right value; also a function's argument")
     parser.add_argument("--expect", choices=sorted(EXPECT), help="make verdicts of the traits")
     parser.add_argument("--only", help="comma list of ids")
-    parser.add_argument("--list", action="store_true", help="print the checks")
+    parser.add_argument("--list", action="store_true", help="print the ids")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
     parser.set_defaults(prepare=prepare)
 
@@ -1212,7 +1243,7 @@ def options(parser):
 def prepare(args):
     """Turn the options into norms; ValueError or TypeError for what cannot be."""
     if args.list:
-        print(*(f"{id:<8} {text}" for id, text in IDS.items()), sep="\n")
+        print(*(f"{id:<8} {text}" for id, text in [*TRAITS.items(), *IDS.items()]), sep="\n")
         raise SystemExit(0)
     try:
         args.kwargs = {**json.loads(args.kwargs)}
@@ -1248,4 +1279,4 @@ def measure(args):
 
 if __name__ == "__main__":
     from report import run
-    raise SystemExit(run(measure, __doc__, options))
+    raise SystemExit(run(measure, __doc__, options, threads=None))

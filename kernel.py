@@ -375,4 +375,4 @@ def prepare(args):
 if __name__ == "__main__":
     from report import run
     os.environ.setdefault(PAGES, "1")  # read once, when torch first allocates
-    raise SystemExit(run(measure, __doc__, options))
+    raise SystemExit(run(measure, __doc__, options, threads=None))

@@ -353,5 +353,4 @@ def measure(args):
 
 if __name__ == "__main__":
     from report import run
-    torch.set_num_threads(1)  # tensors this small are slower on more
     raise SystemExit(run(measure, __doc__))

@@ -322,6 +322,7 @@ def count(rows):
           for word in ("ok", "seen", "unresolved", "info")}
     kinds = {kind: sum(r["kind"] == kind for r in rows) for kind in KINDS}
     left = [f", {of[word]} {word}" for word in ("unresolved", "info") if of[word]]
+    left += [": nothing was judged"] * all(r["kind"] in ("info", "unresolved") for r in rows)
     return (f"{of['ok']} of {kinds['identity'] + kinds['law']} hold, "
             f"{of['seen']} of {kinds['control']} controls seen{''.join(left)}")
 
@@ -348,11 +349,14 @@ def as_json(rows, name, doc, args):
         "rows": rows, "holds": holds(rows)}), indent=1, allow_nan=False)
 
 
-def run(measure, doc, options=None, argv=None):
+def run(measure, doc, options=None, argv=None, threads=1):
     """Parse, measure, print; returns the exit status.
 
-    The header has SIZES of measure's module, text or a function of args.
+    The header has SIZES of measure's module, text or a function of args. Small tensors are slower
+    on more than one of torch's threads; None leaves their number as it is.
     """
+    if threads:
+        torch.set_num_threads(threads)
     home = measure.__globals__
     name = os.path.basename(home["__file__"])
     args = parse(name, doc, options, argv)

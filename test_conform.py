@@ -71,6 +71,13 @@ class Narrow(Gemma):
         return (up(x) / rms(up(x), self.eps)).to(x.dtype) * (1 + self.weight).to(x.dtype)
 
 
+class Exp(Gemma):
+    """A gain of exp(w)."""
+
+    def forward(self, x):
+        return (up(x) / rms(up(x), self.eps) * up(self.weight).exp()).to(x.dtype)
+
+
 class Layer(nn.Module):
     """LayerNorm with odd names."""
 
@@ -233,7 +240,7 @@ RIGHT = {
     "floor": floored, "saves x": SavesX.apply, "saves xh": kernel(),
     "kernel.py": closed.rms_norm, "float64 inside": double, "einsum": columns,
     "decomposed": decomposed, "LayerNorm, no bias": Plain, "one number": Scalar(48),
-    "partial": functools.partial(nn.RMSNorm, eps=1e-5), "a built module": Layer(48),
+    "exp(w)": Exp, "partial": functools.partial(nn.RMSNorm, eps=1e-5), "a built module": Layer(48),
     "no affine": functools.partial(nn.RMSNorm, elementwise_affine=False)}
 
 
@@ -1065,7 +1072,8 @@ def test_torch_layernorm_is_judged_by_its_half_sums():
     ("LayerNorm", "kind=LayerNorm gain=w bias=b place=inside the root divisor=d computes=float64"),
     ("LayerNorm, no affine", "kind=LayerNorm gain=none bias=none"),
     ("sphere", "kind=RMSNorm gain=w place=a floor under s"),
-    ("floor", "place=a floor under s"), ("no affine", "gain=none bias=none")])
+    ("floor", "place=a floor under s"), ("no affine", "gain=none bias=none"),
+    ("exp(w)", "kind=RMSNorm gain=not w + a constant, left as built place=inside the root")])
 def test_traits_of_right_norms(name, words):
     names = "|".join(conform.TRAITS)
     for part in re.split(rf" (?=(?:{names})=)", words):
@@ -1080,6 +1088,7 @@ def test_traits_of_right_norms(name, words):
     (lambda x, w, eps: torch.tanh(x) * w, "kind", "neither (near RMSNorm)"),
     (lambda x, w, eps: torch.tanh(2 * (x - mean(x))) * w, "kind", "neither (near LayerNorm)"),
     (lambda x, w, eps: stepwise(x, 0.5 + w, eps), "gain", "0.5 + w"),
+    (lambda x, w, eps: stepwise(x, w.exp(), eps), "gain", "not w + a constant"),
     (lambda x, w, eps: 2 * stepwise(x, w, eps), "divisor", "384")])
 def test_traits_of_wrong_norms(norm, id, text):
     rows = conform.check(norm, dtypes=["float64"], only=[id])
@@ -1112,13 +1121,14 @@ def test_an_eps_of_one_dtype_alone_is_seen_without_the_right_one(k, dtype):
         def forward(self, x):
             h, c = x.float(), k if x.dtype == conform.DTYPES[dtype] else 1
             return self.weight * (h / rms(h, c * self.eps)).to(x.dtype)
-    for dtypes in (tuple(conform.DTYPES), [dtype]):
-        bad = [r for r in conform.check(Own, dtypes=dtypes) if r["verdict"] == "FAILS"]
+    some = ["eps", "unit", "euler", "tiny", "zero", "constant", "average", "init"]
+    for dtypes, only in ((tuple(conform.DTYPES), some), ([dtype], None)):
+        bad = [r for r in conform.check(Own, dtypes=dtypes, only=only) if r["verdict"] == "FAILS"]
         assert [(r["id"], r["quantity"]) for r in bad] == [
             ("eps", f"eps is fp64's 1e-06, {conform.short(conform.DTYPES[dtype])}")]
         assert abs(bad[0]["measured"] - k * 1e-6) < 0.1 * 1e-6 * max(k, 1)
     with pytest.raises(AssertionError, match=r"eps: eps is fp64's 1e-06, .*, band .*: FAILS"):
-        conform.assert_conforms(Own, dtypes=[dtype])
+        conform.assert_conforms(Own, dtypes=[dtype], only=some)
 
 
 @pytest.mark.parametrize("e", [1e-12, 2.4e-10, 1e-9, 1e-7, 1e-5, 0.1, 1.0])
@@ -1366,8 +1376,27 @@ def test_a_class_that_builds_no_module_is_refused():
             self.d = d
     with pytest.raises(TypeError, match=r"the class built Plain, not a torch\.nn\.Module"):
         conform.check(Plain)
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match=r"Llama\(96, bias=True\) raised TypeError: .*Class\(dim"):
         conform.check(Llama, kwargs={"bias": True})
+
+
+def test_a_constructor_that_raises_is_no_refusal_of_a_dtype():
+    class Odd(Llama):
+        def __init__(self, d):
+            raise ValueError("d must be a square")
+    with pytest.raises(TypeError, match=r"^Odd\(96\) raised ValueError: d must be a sq"):
+        conform.check(Odd, dtypes=["float32"])
+
+
+def test_a_function_s_gain_of_another_form_fails():
+    rows = conform.check(lambda x, w, eps: stepwise(x, w.exp(), eps), dtypes=["float64"])
+    assert {"gain", "dgain"} <= set(fails(rows))
+
+
+def test_a_gain_of_another_form_is_left_as_it_was_built():
+    rows = rows_of("exp(w)")
+    assert {r["verdict"] for r in rows if r["id"] in ("gain", "dgain", "many")} == {"info"}
+    assert {r["verdict"] for r in rows if r["id"] in ("unit", "euler", "init")} == {"ok"}
 
 
 def test_scripted_functions_and_lambdas_are_functions():
@@ -1701,12 +1730,13 @@ def test_usage_errors_are_one_line_and_exit_2(argv, says, tmp_path, monkeypatch,
 def test_list_prints_every_check(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, monkeypatch, "--list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(conform.IDS)
+    assert [line.split()[0] for line in lines] == [*conform.TRAITS, *conform.IDS]
     assert all(len(id) <= 8 and len(text) <= 43 for id, text in conform.IDS.items())
 
 
-def test_no_check_is_not_a_pass(tmp_path, monkeypatch):
+def test_no_check_is_not_a_pass(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, monkeypatch, "--only", "shift,kind") == 1
+    assert capsys.readouterr().out.endswith(" 5 info: nothing was judged\n")
 
 
 def test_mps_leaves_float64_out(monkeypatch, tmp_path, capsys):

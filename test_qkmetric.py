@@ -3,8 +3,6 @@
 import hashlib
 import json
 import math
-import os
-import subprocess
 import sys
 import tracemalloc
 from functools import partial
@@ -2104,15 +2102,6 @@ def test_peaks_are_in_mebibytes(monkeypatch):
         assert train.peak(cpu) == told
     monkeypatch.setitem(sys.modules, "resource", None)
     assert train.peak(cpu) is None
-
-
-def test_the_command_trains_on_one_thread(tmp_path):
-    out = tmp_path / "runs.jsonl"
-    done = subprocess.run([sys.executable, train.__file__, *TINY, "--seeds", "1", "--steps", "1",
-                           "--batch", "32", "--out", str(out)], capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "2"})
-    assert (done.returncode, done.stderr.count("\n")) == (0, 3)
-    assert [json.loads(line)["threads"] for line in out.read_text().splitlines()] == [1] * 3
 
 
 def test_the_text_is_split_and_its_windows_are_spread(tmp_path):

@@ -44,11 +44,13 @@ def script(*items, **more):
     return module
 
 
-ENDLESS = """import report, sys
+ENDLESS = """import os, report, sys
 def measure(args):
     for i in range(100000):
         yield "law", "l", str(i), 0, 0, 0.5
 __file__ = "toy.py"
+print(report.run(measure, "A toy.", None, []), file=sys.stderr, flush=True)
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 sys.exit(report.run(measure, "A toy.", None, []))
 """
 OK = ("identity", "000.A1", "a residual", 0, 1e-16, 1e-15)
@@ -259,15 +261,6 @@ def test_json_takes_what_scripts_have_at_hand(capsys):
     assert got == {"t": [1.0, None], "n": 0.5, "3": "{1, 2}", "i": 7}
 
 
-def test_a_full_disk_is_one_line():
-    with open("/dev/full", "w") if pathlib.Path("/dev/full").exists() else open(os.devnull) as full:
-        done = subprocess.run([sys.executable, "-c", ENDLESS], cwd=HERE, stdout=full,
-                              stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"toy.py: error: cannot write: ")
-    assert done.stderr.count(b"\n") == 1
-
-
 def test_a_device_that_is_listed_and_broken_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(report.torch, "empty", lambda *a, **k: torch.tensor(object()))
@@ -324,6 +317,9 @@ def test_the_table_as_it_is_printed(capsys):
         f"000.A6   {'|G|':49}                   3.5          info",
         "-" * 100,
         "2 of 2 hold, 1 of 2 controls seen, 1 unresolved, 1 info"]
+    assert run(script(items[-1])) == 1
+    assert capsys.readouterr().out.endswith(
+        "\n0 of 0 hold, 0 of 0 controls seen, 1 info: nothing was judged\n")
     assert max(map(len, lines)) <= 100
 
 
@@ -456,13 +452,31 @@ def test_a_picture_is_refused_before_anything_runs(tmp_path, monkeypatch):
         picture(str(tmp_path / "b.png"))
 
 
-def test_a_closed_pipe_ends_a_run_quietly():
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_closed_pipe_ends_a_run_quietly_and_a_full_disk_is_one_line():
     with subprocess.Popen([sys.executable, "-c", ENDLESS], cwd=HERE, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"toy.py: A toy.\n"
+                          stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "toy.py: A toy.\n"
         process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
+        pipe, full = process.stderr.read().splitlines()
+    assert (pipe, process.returncode) == ("141", 2)
+    assert full.startswith("toy.py: error: cannot write: ")
+
+
+@pytest.mark.parametrize(("given", "says"), [((), [1]), ((None,), []), ((3,), [3])])
+def test_a_run_has_one_thread_unless_told(given, says, monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    toy = script(OK)
+    assert report.run(toy.measure, toy.__doc__, None, [], *given) == 0
+    assert told == says
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_on_one_thread_but_for_the_users_norm_model_and_bench(name):
+    last = (HERE / f"{name}.py").read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith("    raise SystemExit(run(measure, __doc__")
+    assert ("threads=None" in last) is (name in ("audit", "conform", "kernel"))
 
 
 def fresh(name):

@@ -665,5 +665,4 @@ def measure(args):
 
 if __name__ == "__main__":
     from report import run
-    torch.set_num_threads(1)  # one order of summation: a run repeats bit for bit
     raise SystemExit(run(measure, __doc__, options))

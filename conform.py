@@ -22,9 +22,10 @@ raises AssertionError with the same words.
 
 python conform.py [pkg.module:Class or :function] [--kwargs JSON] [--dim 96] [--eps E]
     [--dtype float64,float32,bfloat16,float16] [--device cpu|mps|cuda] [--seed N] [--json]
-    [--expect torch|llama|gemma|t5|layernorm] [--only ID,...] [--list] [--compile]
+    [--expect torch|llama|gemma|t5|layernorm] [--only ID,...] [--skip ID,...] [--list] [--compile]
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -35,6 +36,7 @@ import math
 import os
 import shlex
 import sys
+import traceback
 import warnings
 import zlib
 from types import SimpleNamespace
@@ -49,6 +51,7 @@ GRADIENT = 4  # rho: the backward takes as many steps again, on two terms that m
 PRODUCTS = 3  # u in a column of da: y or xh, its product with dy, its sum; and 1 + w, if so
 CANNOT_TELL = 0.25  # a wider band says nothing
 EXPLAINED = 1e-3  # of a difference that a cause may leave over
+NEAR = 0.01  # of a factor that an eps is off by
 CLOSER = 4  # so many times nearer than the right norm a cause must be, even in a wide band
 FUNCTION_EPS = 3e-6  # a function's eps: a value that nobody builds in
 LOW = {torch.float64: -400, torch.float16: -16}  # log2 of the least x whose square is sound
@@ -137,6 +140,7 @@ class Norm:
         self.names = ("weight" if self.function else None, None)  # of gain and bias
         self.plus, self.centred, self.place, self.e, self.scale = 0.0, False, "inside", 0.0, 1.0
         self.single, self.modules, self.cause = False, {}, None  # single: one gain for a row
+        self.graphless, self.shape = False, ""
         self.compiling, self.mode = False, contextlib.nullcontext
         self.start("call")
 
@@ -215,6 +219,7 @@ class Norm:
     def output(self, x, w):
         """The callee's y on a device tensor, if it can be compared at all."""
         call = self.call if self.function else self.modules[x.shape[-1]]
+        self.shape = f", x of shape {tuple(x.shape)}"
         with quiet(), self.mode():
             call = torch.compile(call) if self.compiling else call
             y = call(x, w, self.arg) if self.function else call(x)
@@ -251,7 +256,7 @@ class Norm:
 
     def backward(self, out, y, up, leaves, keep):
         """Set dx, da, db of the given leaves."""
-        got = [None] * len(leaves)
+        got, self.graphless = [None] * len(leaves), not y.requires_grad
         if y.requires_grad:
             with quiet():
                 got = torch.autograd.grad(Feed.apply(y, up), list(leaves.values()),
@@ -457,7 +462,7 @@ class Traits(Norm):
         start = min(range(len(powers)), key=lambda i: abs(powers[i]))
         first = max((i for i in range(start) if not good[i]), default=-1) + 1
         last = min((i for i in range(start, len(powers)) if not good[i]), default=len(powers)) - 1
-        return f"2^{powers[first]} to 2^{powers[last]}" if first <= last else "nowhere"
+        return f"2^{powers[first]} to 2^{powers[last]}" if first <= last else "within the band: none"
 
 
 class Checks(Traits):
@@ -582,7 +587,7 @@ class Checks(Traits):
         yield from self._column(x, dy)
 
     def many(self):
-        """the same over 4096 equal rows, dy = 1"""
+        """a da, db over 4096 equal rows, dy = 1"""
         yield from self._many()
 
     def jacobian(self):
@@ -939,27 +944,46 @@ def cause_of(norm):
             gaps = {name: far(got, wrong(q)) for name, wrong in BANK[part].items()}
             name = min(gaps, key=gaps.get)
             near = gaps[name] <= max(min(band, off / CLOSER), EXPLAINED * min(1.0, off))
-            return f"{part} equals {name}, to {gaps[name]:.0e}" if near else ""
+            return f"{part} equals {name}, " + (
+                f"to {gaps[name]:.0e}" if gaps[name] else "exactly") if near else ""
     return ""
+
+
+ROLES = {name: role for role, names in {
+    "x": "x input inputs h hidden hidden_states", "weight": "weight gamma gain scale w g",
+    "torch.zeros_like(weight)": "bias beta", "eps": "eps epsilon", "out": "out",
+    "x.shape[-1:]": "normalized_shape"}.items() for name in names.split()}
+
+
+def parameters(call):
+    """A function's parameters, as far as they are known."""
+    try:
+        return list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def misplaced(call):
+    """The parameter in the place of x, weight or eps whose name says that it is something else."""
+    places = [p.name for p in parameters(call) if p.kind in (p.POSITIONAL_ONLY,
+                                                              p.POSITIONAL_OR_KEYWORD)]
+    for name, right in zip(places, ("x", "weight", "eps"), strict=False):
+        if ROLES.get(name, right) != right:
+            return f"{name!r} stands where {right} is given"
+    return None
 
 
 def wrapper(call):
     """The line that makes a callee of another signature f(x, weight, eps)."""
-    stands = dict.fromkeys(("weight", "gamma", "gain", "scale", "w", "g"), "weight")
-    stands |= dict.fromkeys(("bias", "beta"), "torch.zeros_like(weight)")
-    stands |= {"eps": "eps", "epsilon": "eps", "out": "out", "normalized_shape": "x.shape[-1:]"}
-    name, line = getattr(call, "__name__", "f"), "wrap it: def norm(x, weight, eps): "
-    try:
-        known = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        known = ()
-    given, skipped = [], False
+    name, line = getattr(call, "__name__", "f"), "wrap it: def mine(x, weight, eps): "
+    given, named, known = [], False, parameters(call)
+    first = "x" not in [ROLES.get(p.name) for p in known]
     for p in known:
-        if p.default is p.empty or p.name in stands:
-            given.append(f"{p.name}=" * skipped + stands.get(p.name, "..."))
-        skipped |= p.default is not p.empty and p.name not in stands
-    if "..." in given:
-        given[given.index("...")] = "x"
+        named |= p.kind == p.KEYWORD_ONLY
+        if p.default is p.empty or p.name in ROLES:
+            stands = ROLES.get(p.name, "x" if first and not given else "...")
+            given.append(f"{p.name}=" * named + stands)
+        named |= p.default is not p.empty and p.name not in ROLES
     does = f"{name}({', '.join(given or ['...'])})"
     if {"out", "out=out"} & set(given):
         return f"{line}out = torch.empty_like(x); {does}; return out"
@@ -981,6 +1005,9 @@ def constructed(call, dim, kwargs):
 def admit(call, dim, kwargs, eps, device, dtypes, seed):
     """The norms to be judged, one a dtype; what other dtypes raised; the widest norm that runs."""
     norms, refused = {}, {}
+    plain = not builds(call) and not isinstance(call, torch.nn.Module)
+    if plain and misplaced(call):
+        raise TypeError(f"{misplaced(call)}: f(x, weight, eps) is called; {wrapper(call)}")
     if kwargs and not builds(call):
         raise ValueError("argument kwargs: a function or a built module takes none; --eps is a "
                          "function's eps")
@@ -993,11 +1020,12 @@ def admit(call, dim, kwargs, eps, device, dtypes, seed):
             norm.run(norm.rows(2))
             norms[dtype] = norm
         except Exception as error:
-            refused[dtype] = error
-    if not norms and all(isinstance(e, TypeError) for e in refused.values()):
-        error = str(refused[dtypes[0]])
+            refused[dtype] = error, norm.shape
+    if not norms and all(isinstance(e, TypeError) for e, _ in refused.values()):
+        error = str(refused[dtypes[0]][0])
         line = wrapper(call) + "[0]" * ("returned tuple" in error)
-        raise TypeError(f"{error}; {line}" if norm.function else error)
+        raise TypeError(f"{error}; " + (line if plain else "give a module that takes x and "
+                                        "returns y alone"))
     asked = [*dtypes, *[torch.float32] * (torch.float64 in dtypes and torch.float64 in refused)]
     judged = [norms[t] for t in dict.fromkeys(asked) if t in norms]
     wide = min(norms.values(), key=lambda n: torch.finfo(n.dtype).eps, default=None)
@@ -1027,7 +1055,7 @@ def identify(norms, wide):
 
 def factor(norm, eps):
     """The factor in words, where eps is scaled by one of those in use."""
-    d, within = norm.dim, 8 * norm.rho()
+    d, within = norm.dim, min(8 * norm.rho(), NEAR)
     known = {"d": d, "1 / d": 1 / d, "sqrt(d)": d**0.5, "1 / sqrt(d)": d**-0.5, "2": 2.0}
     return next((f": {name} times the right one" for name, k in known.items()
                  if eps and abs(norm.e / eps / k - 1) <= within), "")
@@ -1040,13 +1068,15 @@ def held(norm, wide):
     return norm is not wide and wide.e >= 4.0 ** LOW.get(norm.work, -50) and not usual
 
 
-def told(norms, wide, traits, expect, eps):
+def told(norms, wide, traits, expect, eps, replay):
     """The rows of what the callee is; expectations make verdicts of them."""
     for id, text in traits.items():
         want = EXPECT.get(expect, {}).get(id)
         words = f"{id}: {text}" + f", {'not ' * (text != want)}as {expect}" * (want is not None)
+        found = {"has": f"{expect} has {id}: {want}", "cause": "",
+                 "replay": replay(id, str(wide.dtype)[6:])}
         yield (("info", id, words, None, None, None) if want is None else
-               ("law", id, words, 1, float(text == want), 0))
+               ("law", id, words, 1, float(text == want), 0, found))
     for norm in norms:
         name = f"eps{factor(norm, eps)}, {short(norm.dtype)}"
         if eps is None and held(norm, wide):
@@ -1089,7 +1119,7 @@ def attempt(norm, id, replay):
         return (why.args[0], id, f"{why.args[1]}, {name}", None, None, None), []
     except Exception as error:
         found = {"share": math.inf, "measured": math.nan, "bound": 0,
-                 "error": f"{type(error).__name__}: {error}"}
+                 "error": f"{type(error).__name__}: {error}", "where": norm.shape + origin(error)}
     row = (id, f"{IDS[id]}, {name}", 0, found["measured"], found["bound"])
     if found["share"] <= 1:
         kinds = ("identity", 1e-3), ("law", CANNOT_TELL), ("unresolved", math.inf)
@@ -1099,7 +1129,10 @@ def attempt(norm, id, replay):
             norm.cause = cause_of(norm)
         except Exception:
             norm.cause = ""
-    found |= {"cause": norm.cause, "replay": replay(id, str(norm.dtype)[6:])}
+    if math.isnan(found.get("got", 0)) and norm.graphless:
+        found["piece"] += " (y has no graph: nothing gets a gradient)"
+    found |= {"cause": norm.cause * ("error" not in found),
+              "replay": replay(id, str(norm.dtype)[6:])}
     return ("law", *row, found), story(found)
 
 
@@ -1115,21 +1148,45 @@ def unlike(got, want):
 def story(found):
     """A failure in words."""
     if "error" in found:
-        what = f"it raised {found['error'].splitlines()[0]}"
+        what = f"it raised {found['error'].splitlines()[0]}{found.get('where', '')}"
+    elif "has" in found:
+        what = found["has"]
     else:
         got, want = unlike(found["got"], found["want"])
         says = f"{got} after {want}" if NOISE in found["piece"] else f"{got} where {want} is right"
-        what = f"{found['piece']}: {says}, at {found['index']}"
+        what = f"{found['piece']}: {says}" + f", at {found['index']}" * bool(found["index"])
     cause = f"likely cause: {found['cause']}" * bool(found["cause"])
     return ["         " + line for line in (what, cause, f"replay: {found['replay']}") if line]
 
 
-def examine(norms, refused, wide, eps, expect, only, compiling, replay):
+def origin(error):
+    """The last line of the callee's own that an error passed, if there is one."""
+    own = __file__, os.path.dirname(torch.__file__)
+    frames = [f for f in traceback.extract_tb((error.__cause__ or error).__traceback__)
+              if not f.filename.startswith(own)]
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def summary(failures):
+    """Which causes the failures share, the most frequent first."""
+    causes = collections.Counter(f["cause"] for f in failures if f["cause"])
+    return [f"likely cause of {k} of {len(failures)} failures: {cause}"
+            for cause, k in causes.most_common()] if len(failures) > 1 else []
+
+
+def examine(norms, refused, wide, eps, expect, only, skip, compiling, replay):
     """Rows and lines: what the callee is, then every check in every dtype."""
-    for dtype, error in refused.items():
+    failures = []
+
+    def asked(id):
+        return id not in skip and (id in only if only else compiling or id != "compiled")
+    if skip:
+        yield "skipped: " + ", ".join(skip)
+    for dtype, (error, shape) in refused.items():
         text = f"refuses {short(dtype)}: {error}".encode("ascii", "replace").decode()
         once = dtype == torch.float64 and norms
         found = {"error": f"{type(error).__name__}: {error}", "cause": "",
+                 "where": shape + origin(error),
                  "replay": replay("unit", str(dtype)[6:])}
         row = "call", " ".join(text.split())[:49]
         yield (("info", *row, None, None, None, found) if once else
@@ -1138,27 +1195,32 @@ def examine(norms, refused, wide, eps, expect, only, compiling, replay):
     if not norms:
         return
     try:
-        yield from (r for r in told(norms, wide, identify(norms, wide), expect, eps)
-                    if not only or r[1] in only)
+        for row in told(norms, wide, identify(norms, wide), expect, eps, replay):
+            if asked(row[1]):
+                yield row
+                yield from story(row[6]) if row[0] == "law" and row[4] != 1 and row[6:] else []
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}", "cause": "",
                  "replay": replay("kind", str(wide.dtype)[6:])}
         yield "law", "call", "its traits cannot be measured", 0, math.nan, 0, found
         yield from story(found)
     for norm in norms:
-        for id in [i for i in IDS if (i in only if only else compiling or i != "compiled")]:
+        for id in filter(asked, IDS):
             row, lines = attempt(norm, id, replay)
+            failures += row[6:]
             yield row
             yield from lines
+    yield from summary(failures)
 
 
 @torch.inference_mode(False)
 def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", eps=None,
-          expect=None, only=None, compiling=False, seed=0):
+          expect=None, only=None, skip=(), compiling=False, seed=0):
     """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
     dim, kwargs, told = width(norm, dim), kwargs or {}, {"kwargs": kwargs, "eps": eps}
-    dtypes = [DTYPES[t] for t in words(DTYPES, "dtypes", full(dtypes))]
-    only = only and words([*IDS, *TRAITS], "only", only)
+    dtypes = [DTYPES[t] for t in words(DTYPES, "dtypes", full(listed(dtypes)))]
+    only, skip = (words([*IDS, *TRAITS], name, listed(ids))
+                  for name, ids in (("only", only), ("skip", skip)))
     words([*EXPECT, None], "expect", [expect])
     if dim < 8 or not 0 <= (eps or 0) < math.inf:
         raise ValueError(f"dim {dim} is below 8, or eps {eps} no number in [0, inf)")
@@ -1166,10 +1228,11 @@ def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", ep
                    if v not in (None, {}, "cpu"))
 
     def replay(id, dtype):
-        return f"conform.check(norm, {dim}{rest}, only=[{id!r}], dtypes=[{dtype!r}], seed={seed})"
+        return (f"conform.assert_conforms(norm, {dim}{rest}, only=[{id!r}], dtypes=[{dtype!r}], "
+                f"seed={seed})")
     admitted = admit(norm, dim, kwargs, eps, torch.device(device), dtypes, seed)
     keys = ("kind", "id", "quantity", "expected", "measured", "bound", "detail")
-    rows = examine(*admitted, right_eps(norm, kwargs, eps), expect, only, compiling, replay)
+    rows = examine(*admitted, right_eps(norm, kwargs, eps), expect, only, skip, compiling, replay)
     rows = [dict(zip(keys, (*row, {})[:7], strict=True)) for row in rows if isinstance(row, tuple)]
     for r in rows:
         holds = r["bound"] is not None and abs(r["measured"] - r["expected"]) <= r["bound"]
@@ -1180,10 +1243,13 @@ def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", ep
 
 def assert_conforms(norm, dim=None, kwargs=None, **options):
     """check(), or AssertionError with what fails in words."""
+    __tracebackhide__ = True  # pytest shows the caller's line
     rows = check(norm, dim, kwargs, **options)
-    lines = [line for r in rows if r["verdict"] == "FAILS" for line in (
+    bad = [r for r in rows if r["verdict"] == "FAILS"]
+    lines = [line for r in bad for line in (
         f"{r['id']}: {r['quantity']}: {r['measured']:.3g}, band {r['bound']:.3g}: FAILS",
         *(story(r["detail"]) if r["detail"] else ()))]
+    lines += summary([r["detail"] for r in bad if "share" in r["detail"]])
     if lines or not any(r["verdict"] == "ok" for r in rows):
         raise AssertionError("\n".join(lines or ["no check could be made"]))
 
@@ -1212,9 +1278,14 @@ def words(known, option, picked):
     return list(dict.fromkeys(picked))
 
 
+def listed(names):
+    """A list of names, or one text with commas."""
+    return names.split(",") if isinstance(names, str) else list(names or ())
+
+
 def full(names):
-    """The dtypes' names in full: float32 for fp32."""
-    known = {short(t): name for name, t in DTYPES.items()}
+    """The dtypes' names in full: float32 for fp32 and for torch.float32."""
+    known = {key: name for name, t in DTYPES.items() for key in (short(t), t)}
     return [known.get(name, name) for name in names]
 
 
@@ -1232,9 +1303,11 @@ def options(parser):
     parser.add_argument("--dtype", dest="picked", help="comma list of " + ", ".join(DTYPES)
                         + "; or fp64, fp32, bf16, fp16")
     parser.add_argument("--eps", type=parser.number(0, 1e3, closed=True),
-                        help="the right value; also a function's argument")
+                        help="the right value; also a function's argument, else "
+                        f"{FUNCTION_EPS}")
     parser.add_argument("--expect", choices=sorted(EXPECT), help="make verdicts of the traits")
     parser.add_argument("--only", help="comma list of ids")
+    parser.add_argument("--skip", help="comma list of ids that your norm need not pass")
     parser.add_argument("--list", action="store_true", help="print the ids")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
     parser.set_defaults(prepare=prepare)
@@ -1249,8 +1322,10 @@ def prepare(args):
         args.kwargs = {**json.loads(args.kwargs)}
     except (TypeError, ValueError):
         raise ValueError("argument --kwargs: write a JSON object, {\"eps\": 1e-6}") from None
-    args.only = None if args.only is None else words(
-        [*IDS, *TRAITS], "--only", args.only.split(","))
+    for name in ("only", "skip"):
+        given = getattr(args, name)
+        setattr(args, name, [] if given is None else words(
+            [*IDS, *TRAITS], f"--{name}", given.split(",")))
     here = [t for t in DTYPES if args.device.type != "mps" or t != "float64"]
     picked = here if args.picked is None else words(
         here, "--dtype", full(args.picked.split(",")))
@@ -1268,13 +1343,16 @@ def measure(args):
     rest += ["--kwargs " + shlex.quote(json.dumps(args.kwargs))] * bool(args.kwargs)
     rest += [f"--eps {args.eps!r}"] * (args.eps is not None)
     rest += [f"--device {args.device}"] * args.chosen
-    line = " ".join(["python conform.py", args.spec, *rest])
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == "conform.py" else "conform.py"
+    named, script = " ".join([args.spec, *rest]), shlex.quote(script)
 
     def replay(id, dtype):
-        return f"{line} --only {id} --dtype {dtype} --seed {args.seed}"
-    yield f"{line[18:]}  ({args.file})"
+        return f"python {script} {named} --only {id} --dtype {dtype} --seed {args.seed}"
+    yield f"{named}  ({args.file})"
     eps = right_eps(args.call, args.kwargs, args.eps)
-    yield from examine(*args.admitted, eps, args.expect, args.only, args.compile, replay)
+    if not (builds(args.call) or isinstance(args.call, torch.nn.Module)):
+        yield f"called as f(x, weight, {eps!r})"
+    yield from examine(*args.admitted, eps, args.expect, args.only, args.skip, args.compile, replay)
 
 
 if __name__ == "__main__":

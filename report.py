@@ -305,7 +305,7 @@ def table(items, name, doc, args, sizes):
     why = " (mps has no float64)" if args.device.type == "mps" else ""
     where = [f"torch {torch.__version__.split('+')[0]}",
              f"{args.device} {names(args)}{why}", f"seed {args.seed}", sizes,
-             f"eps = {torch.finfo(args.dtype).eps:.1e}" * (len(dtypes(args)) == 1)]
+             f"finfo.eps = {torch.finfo(dtypes(args)[0]).eps:.1e}" * (len(dtypes(args)) == 1)]
     head = LINE.format("id       quantity", "expected", "measured", "/bound", "verdict")
     print(f"{name}: {doc.splitlines()[0]}", " | ".join(filter(None, where)), head, RULE, sep="\n")
     rows = []

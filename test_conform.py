@@ -1359,15 +1359,38 @@ def test_a_wrong_shape_is_said():
     (lambda out, x, weight, epsilon: out.copy_(x),
      "out = torch.empty_like(x); <lambda>(out, x, weight, eps); return out"),
     (lambda x, w, bias, eps: x, "return <lambda>(x, weight, torch.zeros_like(weight), eps)"),
-    (lambda x, w, eps: (x, x), "it returned tuple, not a tensor; wrap it: def norm(x, weight, "
+    (lambda x, w, eps: (x, x), "it returned tuple, not a tensor; wrap it: def mine(x, weight, "
                                "eps): return <lambda>(x, weight, eps)[0]"),
     (lambda x, w, eps: None, "it returned NoneType, not a tensor"),
     (F.normalize, "out = torch.empty_like(x); normalize(x, eps=eps, out=out); return out"),
-    (torch.mm, "wrap it: def norm(x, weight, eps): return mm(...)")])
+    (lambda x, weight, bias=None, eps=1e-6: x,
+     "'bias' stands where eps is given: f(x, weight, eps) is called; wrap it: def mine(x, weight, "
+     "eps): return <lambda>(x, weight, torch.zeros_like(weight), eps)"),
+    (lambda weight, x, eps: x, "'weight' stands where x is given: f(x, weight, eps) is called; "
+     "wrap it: def mine(x, weight, eps): return <lambda>(weight, x, eps)"),
+    (lambda h, eps, gamma: h, "return <lambda>(x, eps, weight)"),
+    (lambda x, residual, weight, eps: x, "return <lambda>(x, ..., weight, eps)"),
+    (lambda *, x, weight, eps: x, "return <lambda>(x=x, weight=weight, eps=eps)"),
+    (lambda x, *, gain, eps: x, "return <lambda>(x, gain=weight, eps=eps)"),
+    (torch.mm, "wrap it: def mine(x, weight, eps): return mm(...)")])
 def test_another_signature_gets_the_line_to_write(norm, says):
     with pytest.raises(TypeError) as caught:
         conform.check(norm)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [lambda x, g, e: 0, lambda t, gamma, epsilon: 0,
+                                  lambda *a: 0, lambda inputs, scale, c, more=1: 0, torch.mm])
+def test_parameters_in_their_places_are_left_alone(call):
+    assert conform.misplaced(call) is None
+
+
+def test_a_module_that_returns_a_tuple_is_told_what_to_give():
+    class Pair(Llama):
+        def forward(self, x):
+            return x, x
+    with pytest.raises(TypeError, match="returned tuple, not a tensor; give a module that takes x"):
+        conform.check(Pair)
 
 
 def test_a_class_that_builds_no_module_is_refused():
@@ -1543,6 +1566,84 @@ def test_worst_is_the_greatest_share_with_its_place():
 # from Python and from the command line
 
 
+def test_an_exception_tells_the_shape_and_the_line_and_no_cause_of_something_else():
+    def norm(x, w, eps):
+        if x.dim() == 1:
+            raise IndexError("no rows")
+        return outside(x, w, eps)
+    with pytest.raises(AssertionError) as caught:
+        conform.assert_conforms(norm, dtypes=["float64"], only=["shapes", "unit"])
+    lines = str(caught.value).splitlines()
+    raised = next(i for i, line in enumerate(lines) if "raised" in line)
+    assert re.fullmatch(r" +it raised IndexError: no rows, x of shape \(96,\) "
+                        r"\(test_conform\.py:\d+\)", lines[raised])
+    assert lines[raised + 1].startswith("         replay: ")
+    assert lines[-1] == "likely cause of 1 of 2 failures: y equals eps outside the root, to 1e-16"
+
+
+def test_what_several_failures_share_is_said_at_the_end(tmp_path, monkeypatch, capsys):
+    argv = ["mine:outside", "--dtype", "float64", "--only"]
+    assert run(tmp_path, monkeypatch, *argv, "unit,zero,tiny") == 1
+    last = capsys.readouterr().out.splitlines()[-3]
+    assert last == "likely cause of 3 of 3 failures: y equals eps outside the root, to 1e-16"
+    assert run(tmp_path, monkeypatch, *argv, "unit") == 1
+    assert "likely cause of" not in capsys.readouterr().out
+
+
+def test_a_check_that_need_not_hold_is_skipped_and_said(tmp_path, monkeypatch, capsys):
+    rows = conform.check(needs_two_axes, dtypes=["float64"], skip=["shapes", "kind"])
+    assert not fails(rows)
+    assert not {"shapes", "kind"} & {r["id"] for r in rows}
+    conform.assert_conforms(needs_two_axes, dtypes="float64", skip="shapes")
+    assert run(tmp_path, monkeypatch, "mine:outside", "--skip", "unit,tiny", "--only", "unit,gain",
+               "--dtype", "float64") == 0
+    out = capsys.readouterr().out
+    assert "\nskipped: unit, tiny\n" in out
+    assert out.endswith("\n1 of 1 hold, 0 of 0 controls seen, 1 info\n")
+    assert run(tmp_path, monkeypatch, "mine:outside", "--skip", "tinny") == 2
+    assert "argument --skip: 'tinny' is none of unit" in capsys.readouterr().err
+    assert run(tmp_path, monkeypatch, "mine:right", "--only", "unit", "--skip", "unit") == 1
+
+
+def test_a_norm_without_a_graph_is_told():
+    def norm(x, w, eps):
+        return stepwise(x, w, eps).detach()
+    found = fails(conform.check(norm, dtypes=["float64"], only=["euler", "unit"]))
+    assert found["euler"]["detail"]["piece"] == (
+        "<xc, dx> (y has no graph: nothing gets a gradient)")
+    assert set(found) == {"euler"}
+
+
+def test_an_expectation_that_fails_says_what_is_expected():
+    with pytest.raises(AssertionError) as caught:
+        conform.assert_conforms(Gemma, expect="llama", only=["gain", "kind"], dtypes=["float64"])
+    assert str(caught.value).splitlines()[1:] == [
+        "         llama has gain: w",
+        "         replay: conform.assert_conforms(norm, 96, only=['gain'], dtypes=['float64'], "
+        "seed=0)"]
+
+
+def test_dtypes_may_be_torch_s_or_one_text():
+    for dtypes in ("float32", "fp32,bfloat16", [torch.float32, "bf16"]):
+        rows = conform.check(nn.RMSNorm, dtypes=dtypes, only="unit")
+        said = [r["quantity"][-4:] for r in rows]
+        assert said == ["fp32", "bf16"][:len(said)]
+
+
+def test_eps_of_a_norm_of_another_size_is_measured():
+    def twice(x, w, eps):
+        return 2 * stepwise(x, w, eps)
+    r, = conform.check(twice, dtypes=["float64"], eps=1e-3, only=["eps"])
+    assert r["verdict"] == "ok"
+
+
+def test_a_function_that_is_no_one_of_the_known_factors_off_gets_no_factor():
+    for k, words in ((10, "eps, bf16"), (2, "eps: 2 times the right one, bf16")):
+        r, = conform.check(lambda x, w, eps, k=k: chunks(x, w, k * eps), dtypes=["bfloat16"],
+                           eps=1e-2, only=["eps"])
+        assert (r["quantity"], r["verdict"]) == (words, "FAILS")
+
+
 def test_assert_conforms_says_what_the_command_line_says(tmp_path, monkeypatch, capsys):
     with pytest.raises(AssertionError) as caught:
         conform.assert_conforms(outside, only=["unit"], dtypes=["float64"])
@@ -1550,7 +1651,8 @@ def test_assert_conforms_says_what_the_command_line_says(tmp_path, monkeypatch, 
     assert text[0].startswith("unit: mean(xh^2) = s / (s + e), xh along xc, fp64: 3.")
     assert text[2:] == [
         "         likely cause: y equals eps outside the root, to 1e-16",
-        "         replay: conform.check(norm, 96, only=['unit'], dtypes=['float64'], seed=0)"]
+        "         replay: conform.assert_conforms(norm, 96, only=['unit'], dtypes=['float64'], "
+        "seed=0)"]
     assert run(tmp_path, monkeypatch, "mine:outside", "--only", "unit", "--dtype", "float64") == 1
     out = capsys.readouterr().out.splitlines()
     lines = [line for line in out if line.startswith("         ")]
@@ -1576,10 +1678,11 @@ def test_arguments_from_python_are_refused_by_name(options, says):
 def test_the_replay_from_python_replays():
     rows = conform.check(Bessel, 33, {"eps": 2e-5}, only=["offset"], dtypes=["float32"], seed=5)
     line = rows[0]["detail"]["replay"]
-    assert line == ("conform.check(norm, 33, kwargs={'eps': 2e-05}, only=['offset'], "
+    assert line == ("conform.assert_conforms(norm, 33, kwargs={'eps': 2e-05}, only=['offset'], "
                     "dtypes=['float32'], seed=5)")
-    again = eval(line, {"conform": conform, "norm": Bessel})
-    assert [r["measured"] for r in again] == [r["measured"] for r in rows]
+    with pytest.raises(AssertionError) as caught:
+        eval(line, {"conform": conform, "norm": Bessel})
+    assert f": {rows[0]['measured']:.3g}, band" in str(caught.value)
     whole = conform.check(Bessel, 33, {"eps": 2e-5}, dtypes=["float64", "float32"], seed=5)
     assert rows[0] == next(r for r in whole if r["quantity"] == rows[0]["quantity"])
     alone = conform.check(HalfStatistic, dtypes=["float16"], only=["zero"])
@@ -1590,10 +1693,10 @@ MINE = """
 import torch
 print("imported")
 def outside(x, w, eps):
-    print("called")
+    print("noise")
     return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * w
 def right(x, w, eps):
-    print("called")
+    print("noise")
     return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
 class Gain(torch.nn.RMSNorm):
     pass
@@ -1628,7 +1731,8 @@ def test_the_table_names_the_file_and_the_replay_replays(tmp_path, monkeypatch, 
             "--only", "tiny,place"]
     assert run(tmp_path, monkeypatch, *argv) == 1
     out = capsys.readouterr().out
-    assert "called" not in out
+    assert "noise" not in out
+    assert "\ncalled as f(x, weight, 2e-06)\n" in out
     assert "imported" not in out
     assert max(map(len, out.splitlines())) <= 220
     assert f"mine:outside --dim 96 --eps 2e-06  ({tmp_path / 'mine.py'})" in out
@@ -1688,7 +1792,8 @@ def test_what_the_callee_imports_when_called_is_found(tmp_path, monkeypatch):
 def test_an_exit_of_the_callee_is_no_exit_of_the_run(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, monkeypatch, "mine:exits", "--dtype", "float32") == 1
     out = capsys.readouterr().out
-    assert "         it raised RuntimeError: it called exit(0)\n" in out
+    said = "         it raised RuntimeError: it called exit(0), x of shape (2, 96) (mine.py:"
+    assert re.search(re.escape(said) + r"\d+\)\n", out)
     assert "replay: python conform.py mine:exits --dim 96 --only unit --dtype float32" in out
 
 

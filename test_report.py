@@ -306,7 +306,7 @@ def test_the_table_as_it_is_printed(capsys):
     version = torch.__version__.split("+")[0]
     assert lines == [
         "toy.py: A toy claim.",
-        f"torch {version} | cpu float64 | seed 0 | n=3 d=5 | eps = 2.2e-16",
+        f"torch {version} | cpu float64 | seed 0 | n=3 d=5 | finfo.eps = 2.2e-16",
         f"{'id':8} {'quantity':49}   expected   measured   /bound verdict",
         "-" * 100,
         f"000.A1   {'a residual':49}          0  1.000e-16 1.00e-01 ok",
@@ -325,7 +325,7 @@ def test_the_table_as_it_is_printed(capsys):
 
 def test_sizes_may_depend_on_the_command_line(capsys):
     assert run(script(OK, SIZES=lambda args: f"d={args.seed}"), "--seed", "8") == 0
-    assert "| seed 8 | d=8 | eps" in capsys.readouterr().out
+    assert "| seed 8 | d=8 | finfo.eps" in capsys.readouterr().out
 
 
 def test_help_has_the_docstring_and_every_default(capsys):

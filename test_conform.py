@@ -621,6 +621,76 @@ class Rare:
         return stepwise(x, w, eps) * (1 + 2.0**-52 * (Rare.calls % 20 == 0))
 
 
+def many_rows(x, w, eps):
+    return stepwise(x, w, eps) * (2 if x.numel() > 1024 * x.shape[-1] else 1)
+
+
+def many_rows_alike(x, w, eps):
+    return (all_rows if x.numel() > 1024 * x.shape[-1] else stepwise)(x, w, eps)
+
+
+def odd_widths(raw, **q):
+    """No dx in a half dtype where d is no multiple of 8."""
+    return KERNEL["dx"](**q) * (raw.dtype not in HALF or raw.shape[-1] % 8 == 0)
+
+
+def large_rows(x, **q):
+    return KERNEL["dx"](**q) * (x.abs().max() < 1e3)
+
+
+def frozen_gain(raw, ctx, **q):
+    """Half too much where the gain needs no gradient, in bfloat16."""
+    return KERNEL["dx"](**q) * (1.5 if raw.dtype in HALF and not ctx.needs_input_grad[1] else 1)
+
+
+def frozen_input(raw, ctx, **q):
+    return KERNEL["da"](**q) * (1.4 if raw.dtype in HALF and not ctx.needs_input_grad[0] else 1)
+
+
+def strided_dy(raw, **q):
+    return KERNEL["dx"](**q) * (1 if raw.is_contiguous() or raw.dtype not in HALF else 1.3)
+
+
+def no_graph(x, w, eps):
+    """5 % too much in bfloat16 where no graph is recorded."""
+    return chunks(x, w, eps) * (1 if torch.is_grad_enabled() or x.dtype not in HALF else 1.05)
+
+
+class Serves(Llama):
+    """Another gain where it is in eval mode and no graph is recorded."""
+
+    def forward(self, x):
+        both = self.training or torch.is_grad_enabled()
+        return stepwise(x, self.weight * (1 if both else 1.01), self.eps)
+
+
+def in_place(x, w, eps):
+    y = stepwise(x, w, eps)
+    return y if torch.is_grad_enabled() else x.copy_(y)
+
+
+def padded(raw, **q):
+    return KERNEL["dx"](**q) / (raw != 0).any(-1, keepdim=True)
+
+
+def held_dx(**q):
+    """dx lies in one buffer for all calls."""
+    dx = KERNEL["dx"](**q)
+    return BUFFER.setdefault((dx.shape, dx.dtype, "dx"), torch.empty_like(dx)).copy_(dx)
+
+
+def left_in_the_gain(x, w, eps):
+    """The gain's gradient is written to the gain as well."""
+    def da(**q):
+        w.grad = KERNEL["da"](**q)
+        return w.grad.clone()
+    return Kernel.apply(x, w, eps, {"da": da} if w.requires_grad else {})
+
+
+def off_in_half(part, by):
+    return kernel(**{part: lambda raw, **q: KERNEL[part](**q) * (by if raw.dtype in HALF else 1)})
+
+
 WIDE, SINGLE = ("float64",), ("float32",)
 BF16, FP16 = ("float64", "bfloat16"), ("float64", "float16")
 WRONG = {
@@ -713,7 +783,26 @@ WRONG = {
     "strides of the gain ignored": (gain_strides, WIDE, "layout broad", None),
     "bias ignored": (Idle, WIDE, "bias grads", None),
     "bias written to": (Doubles, WIDE, "intact", None),
-    "one call in twenty": (Rare.norm, WIDE, "repeat", None)}
+    "one call in twenty": (Rare.norm, WIDE, "repeat", None),
+    "twice as much beyond 1024 rows": (many_rows, WIDE, "average", None),
+    "one statistic beyond 1024 rows": (many_rows_alike, WIDE, "average", None),
+    "no dx at odd widths": (kernel(dx=odd_widths), BF16, "widths", None),
+    "no dx in large rows": (kernel(dx=large_rows), SINGLE, "large", None),
+    "dx 1/2 off under a frozen gain": (kernel(dx=frozen_gain), BF16, "grads", None),
+    "da 2/5 off where x needs none": (kernel(da=frozen_input), BF16, "grads", None),
+    "dx 1/3 off for a strided dy": (kernel(dx=strided_dy), BF16, "layout", None),
+    "5 % off without a graph": (no_graph, BF16, "modes", None),
+    "another gain in use": (Serves, WIDE, "modes", None),
+    "input overwritten without a graph": (in_place, WIDE, "modes", None),
+    "NaN where dy is 0": (kernel(dx=padded), WIDE, "tokens", None),
+    "NaN swallowed in dx": (
+        kernel(dx=lambda **q: KERNEL["dx"](**q).nan_to_num()), WIDE, "nan", None),
+    "NaN swallowed in da": (
+        kernel(da=lambda **q: KERNEL["da"](**q).nan_to_num()), WIDE, "nan", None),
+    "dx in one buffer": (kernel(dx=held_dx), WIDE, "graph", None),
+    "da left in the gain": (left_in_the_gain, WIDE, "dtypes", None),
+    "dx 1 % off in half": (off_in_half("dx", 1.01), BF16, "average", None),
+    "da 1 % off in half": (off_in_half("da", 1.01), BF16, "average", None)}
 
 
 @functools.cache
@@ -779,17 +868,43 @@ def test_a_column_gets_three_roundings_and_its_sum():
 
 def test_the_average_is_judged_by_its_own_spread():
     norm = made(e=1e-6, dtype=torch.bfloat16)
-    norm.run = lambda x, a, dy, gain: conform.SimpleNamespace(
-        y=conform.formulas(norm, x, a, dy).right["y"] * (1 + torch.arange(1024)[:, None] % 2 / 64),
-        dx=1.001 * conform.formulas(norm, x, a, dy).right["dx"])
-    (_, y, one, scale, band), (_, dx, _, _, floor) = norm.average()
+    off = 1 + torch.arange(1024)[:, None] % 2 / 64
+
+    def run(x, a, b, dy, gain):
+        right = conform.formulas(norm, x, a, dy).right
+        return conform.SimpleNamespace(y=right["y"] * off, dx=1.001 * right["dx"],
+                                       da=1.01 * right["da"], db=None)
+    norm.run = run
+    norm.start("average")
+    pieces = {name: piece for name, *piece in norm._average(1024)}
+    y, one, scale, band = pieces["y in units of the right one"]
     near(y, 1 + 1 / 128, 64)
     near(one, 1)
     assert scale == 1.0
     rest = 8 * (2.0**-16 + 2.0**-24) + 48 * 2.0**-24
     near(band, 5 * (1 / 128) / 1023**0.5 + rest, 1e6)  # the spread of one half zeros is 1 / 128
+    dx, _, _, floor = pieces["dx in units of the right one"]
     near(floor, rest, 1e10)
     near(dx, 1.001, 64)
+    near(pieces["da in units of the right one"][0], 1.01, 64)
+    assert 1e-4 < pieces["da in units of the right one"][3] < 0.01
+    leak, zero, _, _ = pieces["<xh, r dx> in units of <xh, v>, less its leak"]
+    assert (abs(leak) < 1e-6, zero) == (True, 0)
+    assert {name: len(piece[0]) for name, piece in pieces.items() if name in ("y", "dx")} == {
+        "y": 1024, "dx": 1024}
+
+
+@pytest.mark.parametrize(("dtype", "rows", "band"), [
+    (torch.bfloat16, 4, 5 * 4 * 2.0**-8 / 2 + 4 * 48 * 2.0**-24),
+    (torch.float64, 9, 5 * 4 * 2.0**-53 / 3 + 4 * 48 * 2.0**-53)])
+def test_the_whole_is_judged_closer_than_its_elements(dtype, rows, band):
+    norm, right = made(dtype=dtype), torch.ones(rows, 96).double()
+    (name, got, want, size, bound), = norm._units("y", 1.5 * right, right, right)
+    near([got, want, size, bound], [1.5, 1, 1, band])
+    assert name == "y, as a whole"
+    (_, got, _, size, _), = norm._units("dx", right, right, right, 2 * right)
+    near([got, size], [1, 2], 0)
+    assert list(norm._units("y", right, 0 * right, right)) == []
 
 
 def test_what_is_compared_is_a_copy():
@@ -820,8 +935,9 @@ def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
     near(made(dtype=dtype, centred=True).rho(row(0, 0)), 8 * u + 1 * v)
 
 
+UNITS = 5 * 4 / 24**0.5 + 4 * 48  # of a whole
 BOUNDS = {  # of torch.nn.RMSNorm, d = 96, float64, in u: whichever piece is the worst
-    "unit": (112,), "gauge": (168,), "gain": (112,), "euler": (224,), "dgain": (123,),
+    "unit": (112,), "gauge": (168,), "gain": (112,), "euler": (224, UNITS), "dgain": (123,),
     "many": (4195,), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224, 246),
     "tokens": (0, 112, 224), "layout": (112, 224, 246), "shapes": (0, 112, 224, 200, 1224),
     "counts": (112, 224, 100, 166, 612), "zero": (0, 224), "constant": (112, 224),
@@ -872,7 +988,7 @@ def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
     x, a, dy = norm.point()
     full = norm.run(x, a, dy=dy)
     norm.start("grads")
-    for name, _, _, scale, _ in norm.grads():
+    for name, _, _, scale, _ in (p for p in norm.grads() if "as a whole" not in p[0]):
         near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
 
 
@@ -1041,7 +1157,8 @@ def test_db_under_a_float32_gain_is_judged():
             b = self.shift if self.shift.dtype == x.dtype else self.shift.detach()
             return (self.statistic(up(x)) * self.g.view(-1) + b).to(x.dtype)
     found = fails(conform.check(Lost, dtypes=["bfloat16"], only=["mixed", "dgain"]))
-    assert {id: r["detail"]["piece"] for id, r in found.items()} == {"mixed": "db"}
+    assert {id: r["detail"]["piece"] for id, r in found.items()} == {
+        "mixed": "db in units of the right one"}
 
 
 def test_one_seed_more_and_every_wrong_norm_is_still_caught():
@@ -1171,7 +1288,7 @@ def test_range_is_where_the_squares_are_in_range():
         return stepwise(x, w, eps) * torch.where((rms(x, 0) - 2e7).abs() < 1.93e7, 2, 1)
     assert ends(twice, "float32")[1] == 19
     words = conform.check(lambda x, w, eps: x * math.nan, dtypes=["float64"], only=["range"])
-    assert words[0]["quantity"] == "row rms nowhere, fp64"
+    assert words[0]["quantity"] == "row rms in the band: none, fp64"
 
 
 @pytest.mark.parametrize(("name", "expect", "bad"), [
@@ -1630,6 +1747,108 @@ def test_dtypes_may_be_torch_s_or_one_text():
         assert said == ["fp32", "bf16"][:len(said)]
 
 
+@pytest.mark.parametrize("form", [torch.abs, torch.relu, torch.exp, torch.tanh])
+def test_a_gain_of_another_form_is_not_taken_for_w(form):
+    class Formed(Llama):
+        def __init__(self, d):
+            super().__init__(d)
+            self.weight.data.fill_({torch.exp: 0.0, torch.tanh: 20.0}.get(form, 1.0))
+
+        def forward(self, x):
+            return (up(x) / rms(up(x), 1e-6) * form(up(self.weight))).to(x.dtype)
+    rows = conform.check(Formed)
+    assert trait(rows, "gain") == "not w + a constant, left as built"
+    assert not fails(rows)
+
+
+def test_a_gain_that_is_not_one_as_built_is_said_and_nothing_else_is_judged():
+    class Soft(Llama):
+        def forward(self, x):
+            return stepwise(x, F.softplus(self.weight), self.eps)
+    rows = conform.check(Soft)
+    assert [(r["id"], r["verdict"]) for r in rows] == [("call", "FAILS")]
+    assert "its gain is not w + a constant, and not 1 as built" in rows[0]["detail"]["error"]
+
+
+def test_a_parameter_that_moves_nothing_is_named():
+    class Two(Llama):
+        def __init__(self, d):
+            super().__init__(d)
+            self.other = nn.Parameter(torch.ones(d))
+    rows = conform.check(Two, dtypes="float64")
+    assert trait(rows, "bias") == "b, other moves nothing"
+    assert "bias" in fails(rows)
+
+
+@pytest.mark.parametrize("eps", [0.5, 1.0, 3.0, 9.9])
+def test_a_large_eps_leaves_j_a_row_more(eps):
+    rows = conform.check(nn.RMSNorm, kwargs={"eps": eps}, dtypes="float64")
+    assert not fails(rows)
+    rows = conform.check(nn.LayerNorm, kwargs={"eps": eps}, only=["jacobian", "unit", "eps"])
+    assert not fails(rows)
+
+
+def test_a_callee_may_raise_anything():
+    class Odd(BaseException):
+        pass
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def norm(x, w, eps, what):
+        if x.dim() == 1:
+            raise what
+        return stepwise(x, w, eps)
+    for what, words in ((Odd, "RuntimeError: it raised Odd, which is no Exception"),
+                        (Mute, "Mute, which cannot be printed")):
+        rows = conform.check(lambda x, w, eps, what=what: norm(x, w, eps, what), dtypes="float64",
+                             only="shapes,unit")
+        assert {r["id"]: r["verdict"] for r in rows} == {"unit": "ok", "shapes": "FAILS"}
+        assert next(r for r in rows if r["id"] == "shapes")["detail"]["error"] == words
+    rows = conform.check(lambda x, w, eps: norm(x[0], w, eps, Mute), dtypes="float64")
+    assert rows[0]["detail"]["error"] == "Mute, which cannot be printed"
+    with pytest.raises(KeyboardInterrupt):
+        conform.check(lambda x, w, eps: norm(x[0], w, eps, KeyboardInterrupt), dtypes="float64")
+
+
+def test_anomaly_detection_is_the_caller_s_own():
+    with torch.autograd.set_detect_anomaly(True):
+        rows = conform.check(nn.RMSNorm, dtypes="float64")
+        assert torch.is_anomaly_enabled()
+    assert not fails(rows)
+
+
+def test_what_a_constructor_draws_is_drawn_apart():
+    class Draws(Llama):
+        def __init__(self, d):
+            super().__init__(d)
+            self.beside = nn.Linear(d, 2)
+            torch.rand(7)
+    before = torch.get_rng_state()
+    rows = conform.check(Draws, dtypes="float64,bfloat16")
+    assert torch.equal(before, torch.get_rng_state())
+    assert not fails(rows)
+
+
+def test_a_float64_that_is_off_accuses_no_other_dtype():
+    def norm(x, w, eps):
+        return chunks(x, w, eps) * (1.002 if x.dtype == torch.float64 else 1)
+    rows = conform.check(norm)
+    assert {r["quantity"][-4:] for r in rows if r["verdict"] == "FAILS"} == {"fp64"}
+
+
+@pytest.mark.parametrize(("norm", "says"), [
+    (lambda x, weight, eps: None, "def mine(x, weight, eps): y = x.clone(); <lambda>(y, weight, "
+                                  "eps); return y"),
+    (lambda x, weight: x, "--eps is the one that it has built in; wrap it: def mine(x, weight, eps)"
+                          ": return <lambda>(x, weight)")])
+def test_what_writes_in_place_or_knows_its_eps_gets_the_line_to_write(norm, says):
+    with pytest.raises(TypeError) as caught:
+        conform.check(norm)
+    assert says in str(caught.value)
+
+
 def test_eps_of_a_norm_of_another_size_is_measured():
     def twice(x, w, eps):
         return 2 * stepwise(x, w, eps)
@@ -1669,6 +1888,13 @@ def test_assert_conforms_says_what_the_command_line_says(tmp_path, monkeypatch, 
     ({"dtypes": ["float8"]}, "argument dtypes: 'float8' is none of float64"),
     ({"expect": "bert"}, "argument expect: 'bert' is none of torch, llama"),
     ({"dim": 7}, "dim 7 is below 8"), ({"eps": -1.0}, "eps -1.0 no number"),
+    ({"dim": "96"}, "argument dim: '96' is no int"), ({"dim": 96.5}, "argument dim: 96.5 is no"),
+    ({"eps": "1e-6"}, "argument eps: '1e-6' is no number"), ({"seed": 0.5}, "argument seed"),
+    ({"kwargs": 1e-6}, "argument kwargs: 1e-06 is no dict"), ({"eps": 10}, "eps 10 no number"),
+    ({"only": []}, "argument only: name at least one"), ({"dtypes": ""}, "argument dtypes: name"),
+    ({"device": "cuda:99"}, "argument device: 'cuda:99' cannot be had here"),
+    ({"device": "tpu9"}, "argument device: 'tpu9' cannot be had here"),
+    ({"skip": ["a"]}, "argument skip: 'a' is none of"),
     ({"eps": math.nan}, "eps nan no number")])
 def test_arguments_from_python_are_refused_by_name(options, says):
     with pytest.raises(ValueError, match=re.escape(says)):
@@ -1752,6 +1978,7 @@ def test_json_is_one_object_whatever_the_callee_prints(tmp_path, monkeypatch, ca
     assert (got["dtype"], got["holds"]) == ("float64,float16", True)
     named = {"callee": "mine:right", "file": str(tmp_path / "mine.py"), "dim": 96}
     assert named.items() <= got["options"].items()
+    assert "0x" not in json.dumps(got["options"])
     assert [r["verdict"] for r in got["rows"]] == ["ok"] * 4
     assert run(tmp_path, monkeypatch, "mine:outside", "--json", "--only", "zero") == 1
     got = json.loads(capsys.readouterr().out)["rows"][0]["detail"]
@@ -1814,7 +2041,7 @@ def test_device_stands_in_the_replay_when_it_was_chosen(tmp_path, monkeypatch, c
     (["--only", "unity"], "argument --only: 'unity' is none of unit, gauge, gain"),
     (["--only", ""], "argument --only: '' is none of"),
     (["--dtype", "float8"], "argument --dtype: 'float8' is none of float64, float32, bfloat16"),
-    (["--eps", "nan"], "argument --eps: 'nan' is not a number in [0, 1000.0)"),
+    (["--eps", "nan"], "argument --eps: 'nan' is not a number in [0, 10.0)"),
     (["--eps", "-1"], "argument --eps"), (["--dim", "7"], "argument --dim: '7' is not a whole"),
     (["--kwargs", "{"], "argument --kwargs: write a JSON object"),
     (["--kwargs", "3"], "argument --kwargs: write a JSON object"),

@@ -319,9 +319,9 @@ def stream(args):
             bound = 5 * ((1 + n / d) / (2 * n * d))**0.5 / spread  # n tokens in d share the blocks
             yield "law", "002.K1", "slope of log|x| over log l", 0.5, slope(layers, sizes), bound
             yield "law", "002.K3", "slope of log|f|/|x|", -0.5, slope(layers, edits), bound
-    ratio = host(x).square().mean() / (1 + LAYERS + rho * LAYERS * (LAYERS - 1))
-    bound = 5 * (2 / (n * d))**0.5 + 2 / LAYERS  # a mean of n d squares; 2 x_0.f
-    yield "law", "002.K2", f"ms(x_L)/(1+L+rho L(L-1)), rho={rho}", 1, ratio, bound
+        ratio = host(x).square().mean() / (1 + LAYERS + rho * LAYERS * (LAYERS - 1))
+        bound = 5 * (2 / (n * d))**0.5 + 2 / LAYERS  # a mean of n d squares; 2 x_0.f
+        yield "law", "002.K2", f"ms(x_L)/(1+L+rho L(L-1)), rho={rho}", 1, ratio, bound
 
 
 def shrinking(args):

@@ -844,6 +844,15 @@ def test_codes_are_within_half_a_step_and_do_not_know_eps(d, dtype):
             assert torch.equal(quantise(x, gain, e)[0], codes)
 
 
+def test_codes_that_wrap_are_counted_in_both_directions():
+    x, gain = (t.bfloat16() for t in folding.inputs(seeded(0), folding.ROWS))
+    rms = (x.double().square().mean(-1, keepdim=True) + folding.EPS).sqrt()
+    y = x * (1 / rms).bfloat16() * gain
+    codes = torch.stack([(row * (127 / row.abs().max())).round() for row in y])
+    row = next(r for r in folding.sixteen(seeded(0)) if "which wrap" in r[2])
+    assert row[4] == int((codes == 128).sum() + (codes == -128).sum()) > 1
+
+
 @pytest.mark.parametrize("power", [-60, -40, 0, 40, 60])
 def test_codes_do_not_know_the_scale_of_x(power):
     x = draw(4, 96, dtype=torch.float32)
@@ -935,6 +944,31 @@ def test_the_write_ups_sums_end_where_the_arithmetic_says():
     assert list(measured("002.H7", "terms of 16").values()) == [4096, 2**15, 2**16, 2**16, 4096]
     assert list(measured("002.H3", "sequential").values()) == [2**15, 2**15]
     assert measured("002.H7", "y of a row").popitem()[1] == 4
+
+
+def test_statistical_bounds_are_five_standard_errors():
+    logs = [math.log(layer) for layer in range(1, 65)]
+    spread = (sum((v - sum(logs) / 64)**2 for v in logs) / 63)**0.5
+    share = math.erfc((64 / 320)**0.5) / 2
+    told = {"slope of log|x| over log l": 5 * ((1 + 32 / 128) / 8192)**0.5 / spread,
+            "slope of log|f|/|x|": 5 * ((1 + 32 / 128) / 8192)**0.5 / spread,
+            "ms(x_L)/(1+L+rho L(L-1)), rho=0": 5 * (2 / 4096)**0.5 + 2 / 64,
+            "ms(x_L)/(1+L+rho L(L-1)), rho=0.5": 5 * (2 / 4096)**0.5 + 2 / 64,
+            "share of tokens whose rms falls, d=64, l=40":
+                5 * (share * (1 - share) / 10000)**0.5 + 1 / 64,
+            "slope of that error over the terms": 5 * (4 / 512)**0.5 / math.log(64),
+            "max|y-true| in ulps, bfloat16, float32 inside": 20 / 2048}
+    laws = {r["quantity"]: r for r in judged(precision, 0, "float64") if r["kind"] == "law"}
+    for quantity, bound in told.items():
+        near(laws[quantity]["bound"], bound)
+    near(laws["share of tokens whose rms falls, d=64, l=40"]["expected"], share)
+
+
+def test_eight_lanes_are_eight(monkeypatch):
+    asked = []
+    monkeypatch.setattr(precision, "lanes", lambda t, k: asked.append(k) or t.sum(-1))
+    rows = [r[2] for r in precision.stagnation(seeded(0)) if "lanes" in r[2]]
+    assert [f"{k} lanes" for k in asked] == [re.search(r"\d+ lanes", r)[0] for r in rows]
 
 
 def test_y_follows_the_root_of_the_sum(monkeypatch):

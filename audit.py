@@ -22,7 +22,8 @@ gap      smallest singular value kept / largest one called zero
 python audit.py [--variant NAME] [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N]
 python audit.py pkg.module:build [--heads GLOB=H[:DIM],..] [--expect invariant:GLOB,not:GLOB]
                 [--batches B] [--leak X] [--plot FILE] [--json]
-build() -> (model, loss) or (model, loss, optimizer); loss(seed) -> a scalar, the same each time.
+build() -> (model, loss) or (model, loss, optimizer); loss(seed) -> a scalar, the same each time;
+optimizer may be a list of them.
 The model keeps its own dtype and device: build it in float64 for the sharpest verdict.
 """
 
@@ -153,7 +154,7 @@ def built_in(args, variant):
         return F.cross_entropy(y.flatten(0, 1), tokens[:, 1:].flatten())
     cuts = {f"{i}.{name}": (HEADS, int(name == "o")) for i in range(LAYERS) for name in "qkvo"}
     return SimpleNamespace(about=f"built-in {variant}: d={D} heads={HEADS} hidden={HIDDEN}",
-                           params=P, loss=loss, cuts=cuts, optimizer=None, buffers=[], frozen=[],
+                           params=P, loss=loss, cuts=cuts, optimizers=[], buffers=[], frozen=[],
                            dtype=args.dtype, tied={}, seed=args.seed, short=variant)
 
 
@@ -193,9 +194,12 @@ def subject_of(build, file):
     model, loss, optimizer = (*made, None)[:3]
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"build() returned a {type(model).__name__} first, not a torch.nn.Module")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ValueError(f"build() returned a {type(optimizer).__name__} third, not an optimizer: "
-                         "it has no param_groups")
+    optimizers = [] if optimizer is None else (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer])
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise ValueError(f"build() returned a {type(each).__name__} third, not an optimizer or "
+                             "a list of them: it has no param_groups")
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         guest("loss(0)", loss, 0)
     every = list(model.named_parameters(remove_duplicate=False))
@@ -206,7 +210,7 @@ def subject_of(build, file):
     dense(params)
     return SimpleNamespace(
         about=f"audited: {file}", short=os.path.basename(str(file)), model=model, params=params,
-        loss=loss, cuts={}, optimizer=optimizer, buffers=list(model.buffers()),
+        loss=loss, cuts={}, optimizers=optimizers, buffers=list(model.buffers()),
         frozen=[n for n in named if n not in params],
         dtype=max((p.dtype for p in params.values()), key=lambda t: torch.finfo(t).eps),
         tied={n: [m for m, q in every if q is p and m != n] for n, p in params.items()}, seed=0)
@@ -259,7 +263,7 @@ def columns(subject):
 
 def views(subject, name):
     """(H, dim, offset): a tensor as a whole, in its H parts, and 1 + w of a vector."""
-    vector = subject.optimizer is not None and subject.params[name].ndim == 1
+    vector = bool(subject.optimizers) and subject.params[name].ndim == 1
     cut = [(*subject.cuts[name], 0)] if name in subject.cuts else []
     return [(1, 0, 0), *cut, *([(1, 0, 1)] if vector else [])]
 
@@ -620,30 +624,32 @@ def rotation(optimizer, group):
         return math.acos(max(-1.0, 1 - x / (1 + group.get("momentum", 0.0))))
     apart = kind.startswith("AdamW") or (
         kind in ("Adam", "RAdam") and group.get("decoupled_weight_decay"))
-    if apart and betas:  # leading order in x
+    if apart and betas:  # leading order in x and in 1 - b2
         return math.sqrt(2 * x * (1 - float(betas[0])) / (1 + float(betas[0])))
     return None
 
 
 def decayed(r):
     """(what decay does, name, number, details) of the tensors that it concerns."""
-    home = {id(p): g for g in r.subject.optimizer.param_groups for p in g["params"]}
+    home = {id(p): (o, g) for o in r.subject.optimizers for g in o.param_groups
+            for p in g["params"]}
     told = dict(zip(map(title, r.names), verdicts(r), strict=True))
     members = {title(r.names[i]) for a in find(r.batch, r.d, r.band, r.roles).basis
                for i in np.flatnonzero(a)}
     for name, p in r.subject.params.items():
-        group = home.get(id(p), {})
+        optimizer, group = home.get(id(p), (None, {}))
         x, wd = pace(group), float(group.get("weight_decay") or 0.0)
         detail = {"lr_wd": x, "weight_decay": wd, "verdict": told[name]}
         if not group:
             yield "lost", name, None, detail
         elif told[name] == "invariant" and wd:
-            turn = rotation(r.subject.optimizer, group)
+            turn = rotation(optimizer, group)
             yield ("turn", name, turn, detail) if turn is not None else ("open", name, x, detail)
         elif told[name] == "invariant":
             yield "grow", name, float(p.detach().norm()), detail
         elif p.ndim == 1 and wd:
-            role = "1 + w" if "1 + " + name in members else "w" if name in members else "other"
+            role = "1 + w" if "1 + " + name in members else (
+                "w" if name in members else "in no symmetry")
             yield "gain", f"{name} ({role})", x, {**detail, "role": role}
 
 
@@ -651,7 +657,7 @@ def decay(r):
     """What weight decay does to invariant weights and to gains, by their measured role."""
     rows = list(decayed(r))
     heads = {"turn": "decay of invariant weights: rotation per step (rad), set by lr x wd",
-             "open": "decay of invariant weights: lr x wd; no closed form here for the rotation",
+             "open": "decay of invariant weights: lr x wd; equilibrium.py has more rotations",
              "grow": "invariant, no decay: the norm only grows and the rotation dies away; |W|",
              "gain": "decay of vectors: lr x wd; w goes to 0, a gain written 1 + w to 1",
              "lost": "trainable, but not in the optimizer"}
@@ -939,7 +945,7 @@ def audited(args, r):
         yield f"something inside computes with eps = {r.noise:.1e}: the band is that wide"
     yield tensors(r)
     yield symmetries(r)
-    if r.subject.optimizer is not None:
+    if r.subject.optimizers:
         yield decay(r)
     if args.expect:
         yield "expected"

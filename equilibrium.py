@@ -686,7 +686,8 @@ def pair(mark, kind, low, high, shape):
 def options(parser):
     """The predictor's options, and --plot."""
     add, number = parser.add_argument, parser.number
-    add("--optimizer", choices=TAKES, help="predict one run instead of checking the laws")
+    add("--optimizer", choices=TAKES, type=str.lower,
+        help="predict one run instead of checking the laws")
     add("--lr", type=number(0, math.inf))
     add("--wd", type=number(0, math.inf, closed=True), help="weight decay, as torch takes it")
     add("--shape", type=pair("x", int, 1, 10**9, "ROWSxCOLUMNS, as in 4096x1024"))

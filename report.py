@@ -368,6 +368,9 @@ def run(measure, doc, options=None, argv=None, threads=1):
         else:
             sizes = home.get("SIZES", "")
             rows = table(items, name, doc, args, sizes(args) if callable(sizes) else sizes)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130  # what a shell reports for SIGINT
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

@@ -639,7 +639,7 @@ def test_backward_reduces_a_batch_to_products_and_sizes():
     tensors = {"w": torch.tensor([3.0, 4.0], dtype=F64), "c": torch.tensor([1 + 2j])}
     subject = audit.subject_of(simple(tensors, lambda x, w, c: (
         5 * w[0] + 12 * w[1] + 2 * c.real.sum() + 3 * c.imag.sum()) * -1), "")
-    subject.optimizer = object()
+    subject.optimizers = [object()]
     loss, (s, size) = audit.backward(subject, 0)
     assert loss == 71 and audit.columns(subject)[0] == [
         ("w", None, 0), ("w", None, 1), ("c", None, 0), ("c", None, 1)]
@@ -744,8 +744,23 @@ def test_an_optimizer_without_a_closed_form_shows_lr_x_wd():
         return type("Muon", (), {"param_groups": groups})()
     items = list(audit.decay(examine(language(qk="gains", optimizer=optimizer))))
     told = {item[2]: item[4] for item in items if not isinstance(item, str)}
-    assert items[0] == "decay of invariant weights: lr x wd; no closed form here for the rotation"
+    assert items[0] == "decay of invariant weights: lr x wd; equilibrium.py has more rotations"
     assert told["layers.0.q.weight"] == pytest.approx(0.05) and told["layers.1.k.weight"] is None
+
+
+def test_several_optimizers_each_decay_their_own():
+    def optimizers(model):
+        every = dict(model.named_parameters())
+        turned = [p for n, p in every.items() if n.endswith("q.weight")]
+        rest = [p for p in every.values() if all(p is not q for q in turned)]
+        return [torch.optim.SGD(turned, 0.5, momentum=0.9, weight_decay=0.2),
+                torch.optim.AdamW(rest, 0.1, (0.9, 0.99), weight_decay=0.2)]
+    rows = decays(language(qk="gains", optimizer=optimizers))
+    for i in (0, 1):
+        assert rows[f"layers.{i}.q.weight"][1] == pytest.approx(math.acos(1 - 0.1 / 1.9))
+        assert rows[f"layers.{i}.k.weight"][1] == pytest.approx(math.sqrt(2 * 0.02 / 19))
+    with pytest.raises(ValueError, match="a str third, not an optimizer or a list of them"):
+        audit.subject_of(lambda: (*language()()[:2], [torch.optim.SGD([torch.ones(1)]), "adam"]), "m")
 
 
 def test_a_gain_at_zero_is_known_as_one_plus_w():
@@ -1552,7 +1567,7 @@ def told(*argv):
 
 
 def test_predictor_on_an_adamw_run():
-    seen, rows = told(*"--optimizer adamw --lr .1 --wd .2 --shape 6x6 --betas .5,.999999".split())
+    seen, rows = told(*"--optimizer AdamW --lr .1 --wd .2 --shape 6x6 --betas .5,.999999".split())
     a, S = 0.98, (1 + 0.49) / (1 - 0.49)
     near(seen["rms weight"], 0.1 * (S / 3 / (1 - a * a)) ** 0.5, 1e-4)
     near(seen["R, the norm of the matrix"], 6 * seen["rms weight"])

@@ -1902,7 +1902,7 @@ def test_the_table_shows_what_is_not_resolved_and_never_averages_a_lost_run():
                                           "peak_mib": 7.0}
     assert [rows[f"BPB, {n} - exp"]["id"] for n in ("stopped", "square")] == ["003.C2"] * 2
     lines = [i for i in items if isinstance(i, str)]
-    assert "         sd 0.177, t -15, by seed -2 -1.75" in lines
+    assert "         resolved, sd 0.177, t -15, by seed -2 -1.75" in lines
     assert "         not resolved, sd null, t null, by seed -2 null" in lines
     assert "         chaos floor 0.5, sd 0.354, t 1, by seed 0.5 0" in lines
     assert max(map(len, lines)) <= 100

@@ -463,6 +463,15 @@ def test_a_closed_pipe_ends_a_run_quietly_and_a_full_disk_is_one_line():
     assert full.startswith("toy.py: error: cannot write: ")
 
 
+def test_an_interrupted_run_ends_in_a_line(capsys):
+    def items(args):
+        yield OK
+        raise KeyboardInterrupt
+    assert run(script(items)) == 130
+    out, err = capsys.readouterr()
+    assert "a residual" in out and err == "toy.py: interrupted\n"
+
+
 @pytest.mark.parametrize(("given", "says"), [((), [1]), ((None,), []), ((3,), [3])])
 def test_a_run_has_one_thread_unless_told(given, says, monkeypatch, capsys):
     told = []

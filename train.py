@@ -557,9 +557,10 @@ def contrast(done, id, arm, other):
     yield ("info" if clear else "unresolved", id, f"BPB, {arm} - {other}", None,
            math.nan if mean is None else mean, None,
            {"each": each, "sd": sd, "t": t, "floor": floor, "resolved": clear})
-    word = f"chaos floor {shown(floor)}, " if arm == "perturbed" else "not resolved, "
+    word = f"chaos floor {shown(floor)}, " if arm == "perturbed" else (
+        "resolved, " if clear else "not resolved, ")
     line = f"sd {shown(sd)}, t {shown(t)}, by seed {' '.join(map(shown, each))}"
-    yield textwrap.fill(word * (not clear) + line, 100, initial_indent=" " * 9,
+    yield textwrap.fill(word + line, 100, initial_indent=" " * 9,
                         subsequent_indent=" " * 9)
 
 

@@ -759,8 +759,9 @@ def test_several_optimizers_each_decay_their_own():
     for i in (0, 1):
         assert rows[f"layers.{i}.q.weight"][1] == pytest.approx(math.acos(1 - 0.1 / 1.9))
         assert rows[f"layers.{i}.k.weight"][1] == pytest.approx(math.sqrt(2 * 0.02 / 19))
+    mixed = [torch.optim.SGD([torch.ones(1)]), "adam"]
     with pytest.raises(ValueError, match="a str third, not an optimizer or a list of them"):
-        audit.subject_of(lambda: (*language()()[:2], [torch.optim.SGD([torch.ones(1)]), "adam"]), "m")
+        audit.subject_of(lambda: (*language()()[:2], mixed), "m")
 
 
 def test_a_gain_at_zero_is_known_as_one_plus_w():

@@ -14,22 +14,11 @@ import projector
 import report
 from report import drawer as draws
 from report import status
+from test_report import worst_ratios
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
 SEEDS = range(5)
-
-
-def worst_ratios(script, seeds, *argv):
-    """(id, quantity) -> the greatest measured/bound of every identity over the seeds."""
-    worst = {}
-    for seed in seeds:
-        for r in report.judge(script, "--seed", str(seed), *argv):
-            assert r["kind"] == "law" or r["verdict"] not in ("FAILS", "weak"), (seed, r)
-            if r["kind"] == "identity" and r["bound"]:
-                key = r["id"], r["quantity"]
-                worst[key] = max(worst.get(key, 0), r["ratio"])
-    return worst
 
 
 def close(a, b, dtype=torch.float64, within=8):
@@ -319,11 +308,11 @@ def test_meanfree_holds_at_production_width_in_both_dtypes():
         assert min(sums[1::2]) > 1e5 * max(sums[::2])
 
 
-def test_meanfree_bounds_are_neither_tight_nor_slack_over_60_seeds(monkeypatch):
+def test_meanfree_bounds_are_neither_tight_nor_slack_over_30_seeds(monkeypatch):
     for name, value in (("WIDTHS", (5, 24)), ("B", 16), ("D_STACK", 12), ("B_STACK", 3),
                         ("DEPTH", 2)):
         monkeypatch.setattr(meanfree, name, value)
-    worst = worst_ratios(meanfree, range(60))
+    worst = worst_ratios(meanfree, range(30), spare=("law",))
     assert len(worst) == 2 * (2 * 12 + 1)
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)
@@ -793,20 +782,20 @@ def test_projector_holds_for_five_seeds_in_both_dtypes():
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_projector_bounds_are_neither_tight_nor_slack_over_200_rows(dtype, monkeypatch):
+def test_projector_bounds_are_neither_tight_nor_slack_over_seeds(dtype, monkeypatch):
     for name, value in (("WIDTHS", (12, 7)), ("ROWS", 4), ("ZEROS", (2,))):
         monkeypatch.setattr(projector, name, value)
-    worst = worst_ratios(projector, range(25), "--dtype", dtype)
+    worst = worst_ratios(projector, range(15), "--dtype", dtype, spare=("law",))
     assert len(worst) == 49
     for key, ratio in worst.items():
         assert 0.005 < ratio < 0.5, (key, ratio)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_probe_bounds_are_neither_tight_nor_slack_over_100_seeds(dtype, monkeypatch):
+def test_probe_bounds_are_neither_tight_nor_slack_over_60_seeds(dtype, monkeypatch):
     for name in ("SMALL", "WHOLE"):
         monkeypatch.setattr(projector, name, 4)
-    worst = worst_ratios(projector, range(100), "--dtype", dtype, "--width", "12")
+    worst = worst_ratios(projector, range(60), "--dtype", dtype, "--width", "12", spare=("law",))
     assert len(worst) == 12
     for key, ratio in worst.items():
         assert 0.01 < ratio < 0.5, (key, ratio)

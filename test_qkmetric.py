@@ -21,6 +21,7 @@ import report
 import train
 from report import drawer as draws
 from report import status
+from test_report import worst_ratios
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
@@ -1095,18 +1096,6 @@ def test_a_corrupted_score_fails_the_script(monkeypatch):
 
 
 SHAPES = ((5, 7), (16, 16), (33, 12), (6, 48))  # m, n
-
-
-def worst_ratios(script, seeds, *argv):
-    """(id, quantity) -> the greatest measured/bound of every identity over the seeds."""
-    worst = {}
-    for seed in seeds:
-        for r in report.judge(script, "--seed", str(seed), *argv):
-            assert r["verdict"] not in ("FAILS", "weak"), (seed, r)
-            if r["kind"] == "identity" and r["bound"]:
-                key = r["id"], r["quantity"]
-                worst[key] = max(worst.get(key, 0), r["ratio"])
-    return worst
 
 
 def same(a, b, dtype=torch.float64, within=8):

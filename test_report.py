@@ -530,6 +530,18 @@ def rows(name, *argv):
     return report.judge(importlib.import_module(name), *(argv or SHORT.get(name, ())))
 
 
+def worst_ratios(script, seeds, *argv, spare=()):
+    """(id, quantity) -> the greatest measured/bound of every identity over the seeds."""
+    worst = {}
+    for seed in seeds:
+        for r in report.judge(script, "--seed", str(seed), *argv):
+            assert r["kind"] in spare or r["verdict"] not in ("FAILS", "weak"), (seed, r)
+            if r["kind"] == "identity" and r["bound"]:
+                key = r["id"], r["quantity"]
+                worst[key] = max(worst.get(key, 0), r["ratio"])
+    return worst
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_row_of_every_script_holds(name):
     for r in rows(name):

@@ -890,8 +890,7 @@ def test_the_average_is_judged_by_its_own_spread():
     assert 1e-4 < pieces["da in units of the right one"][3] < 0.01
     leak, zero, _, _ = pieces["<xh, r dx> in units of <xh, v>, less its leak"]
     assert (abs(leak) < 1e-6, zero) == (True, 0)
-    assert {name: len(piece[0]) for name, piece in pieces.items() if name in ("y", "dx")} == {
-        "y": 1024, "dx": 1024}
+    assert len(pieces["y"][0]) == 1024
 
 
 @pytest.mark.parametrize(("dtype", "rows", "band"), [
@@ -938,7 +937,7 @@ def test_the_band_of_xh_is_eight_steps_and_half_a_row_of_sums(dtype, u, v):
 UNITS = 5 * 4 / 24**0.5 + 4 * 48  # of a whole
 BOUNDS = {  # of torch.nn.RMSNorm, d = 96, float64, in u: whichever piece is the worst
     "unit": (112,), "gauge": (168,), "gain": (112,), "euler": (224, UNITS), "dgain": (123,),
-    "many": (4195,), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224, 246),
+    "many": (4195, 112, 224), "jacobian": (0, 224), "symmetry": (224,), "permute": (112, 224, 246),
     "tokens": (0, 112, 224), "layout": (112, 224, 246), "shapes": (0, 112, 224, 200, 1224),
     "counts": (112, 224, 100, 166, 612), "zero": (0, 224), "constant": (112, 224),
     "tiny": (112, 224), "spike": (112, 224), "offset": (112, 224), "large": (112, 224),
@@ -1322,7 +1321,7 @@ class GemmaPort(Gemma):
 
 @pytest.mark.parametrize(("norm", "expect"), [(LlamaPort, "llama"), (GemmaPort, "gemma")])
 def test_a_port_may_compute_float64_in_float64(norm, expect):
-    rows = conform.check(norm, expect=expect)
+    rows = conform.check(norm, expect=expect, dtypes=["float64", "bfloat16"])
     assert not fails(rows)
     assert [(r["quantity"], r["verdict"]) for r in rows if r["id"] == "computes"] == [
         ("computes: float64", "info")]
@@ -1756,7 +1755,7 @@ def test_a_gain_of_another_form_is_not_taken_for_w(form):
 
         def forward(self, x):
             return (up(x) / rms(up(x), 1e-6) * form(up(self.weight))).to(x.dtype)
-    rows = conform.check(Formed)
+    rows = conform.check(Formed, dtypes="float64,bfloat16")
     assert trait(rows, "gain") == "not w + a constant, left as built"
     assert not fails(rows)
 
@@ -1834,7 +1833,7 @@ def test_what_a_constructor_draws_is_drawn_apart():
 def test_a_float64_that_is_off_accuses_no_other_dtype():
     def norm(x, w, eps):
         return chunks(x, w, eps) * (1.002 if x.dtype == torch.float64 else 1)
-    rows = conform.check(norm)
+    rows = conform.check(norm, dtypes="float64,float32")
     assert {r["quantity"][-4:] for r in rows if r["verdict"] == "FAILS"} == {"fp64"}
 
 

@@ -200,6 +200,12 @@ def subject_of(build, file):
         if not hasattr(each, "param_groups"):
             raise ValueError(f"build() returned a {type(each).__name__} third, not an optimizer or "
                              "a list of them: it has no param_groups")
+    owned = [id(p) for *_, p in held(optimizers)]
+    for name, p in model.named_parameters():
+        if owned.count(id(p)) > 1:
+            raise ValueError(f"parameter {name} is given to optimizers {owned.count(id(p))} times")
+    if owned and not {id(p) for p in model.parameters()} & {*owned}:
+        raise ValueError("the optimizer has no parameter of this model")
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         guest("loss(0)", loss, 0)
     every = list(model.named_parameters(remove_duplicate=False))
@@ -321,6 +327,8 @@ def sample(subject, batches):
     if not any(losses):
         raise ValueError("the loss is 0 at every batch: it must be seen to move with the weights")
     s, size = np.stack(rows, 1)
+    if not size.any():
+        raise ValueError("no parameter of the model gets a gradient from the loss")
     return SimpleNamespace(s=s, size=size, loss=max(losses))
 
 
@@ -371,7 +379,7 @@ def find(batch, d, band, chosen):
     null[:, alive] = V[len(sigma) - zero:]
     kept = sigma[:len(sigma) - zero].min(initial=1.0)
     basis = [a for a in shorten(whole(null, scale, min(0.05, max(1e-6, 10 * band / kept))))
-             if norm(matrix @ (a * scale)) <= band * norm(a * scale)]
+             if norm(matrix @ (a * scale)) <= FAR * band * norm(a * scale)]
     return SimpleNamespace(cosine=cosine, kappa=cosine * np.sqrt(d), sigma=sigma, zero=zero,
                            kept=kept, basis=basis, near=max(0, int((sigma <= NEAR).sum()) - zero),
                            gap=kept / max(sigma[len(sigma) - zero:].max(initial=0.0), 1e-300))
@@ -521,8 +529,9 @@ def verdicts(r):
     out = ["invariant" if k <= r.band else "not" if k > FAR * r.band else "undecided"
            for k in r.found.kappa]
     for a, change in zip(r.found.basis, r.change, strict=True):
-        if change > r.bound and np.count_nonzero(a) == 1:  # the loss saw what its gradient did not
-            out[int(np.flatnonzero(a)[0])] = "undecided"
+        i = int(np.flatnonzero(a)[0])
+        if np.count_nonzero(a) == 1 and out[i] != "not":  # the loss decides
+            out[i] = "undecided" if change > r.bound else "invariant"
     return out
 
 
@@ -533,21 +542,23 @@ def tensors(r):
         "invariant": f"invariant: kappa = |<g,W>| sqrt(d)/|g||W| within the band {r.band:.1e}",
         "leak": "not, but kappa < 1e-3: a leak, as an eps > 0 in a norm leaves it; see --leak",
         "not": f"not: kappa beyond {FAR} bands; listed is the cosine |<g,W>|/|g||W|",
-        "undecided": "undecided: near the band, unconfirmed, or unresolved (without a number)"}
+        "undecided": "undecided: near the band (as an eps near rounding is; --leak widens it), "
+                     "unconfirmed, or without a number"}
     group = ["leak" if w == "not" and k <= NEAR else w
              for w, k in zip(told, r.found.kappa, strict=True)]
     for key, text in heads.items():
         chosen = [i for i, g in enumerate(group) if g == key and not r.names[i][2]]
-        frozen = r.subject.frozen if key == "undecided" else []
-        if chosen or frozen:
+        if chosen:
             yield text
         for i in chosen:
             seen = None if math.isnan(cosine[i]) else cosine[i]
             yield ("info", "audit.tensor" if r.tensor[i] else "audit.head", title(r.names[i]), None,
                    seen, r.band / r.d[i] ** 0.5, about(r, i, told[i]))
-        for name in frozen:
-            yield ("info", "audit.tensor", name, None, None, None,
-                   {"verdict": "undecided", "unresolved": "frozen"})
+    if r.subject.frozen:
+        yield "frozen: requires_grad is off; undecided"
+    for name in r.subject.frozen:
+        yield ("info", "audit.tensor", name, None, None, None,
+               {"verdict": "undecided", "unresolved": "frozen"})
 
 
 def about(r, i, word):
@@ -585,12 +596,13 @@ def dimension(r, confirmed):
     if found.zero > len(found.basis):
         yield ("info", "audit.candidate", "null directions without whole exponents", None,
                found.zero - len(found.basis), None)
+        yield "they are not explained: more --batches resolve them, or a --leak that covers an eps"
     if found.near:
         yield "info", "audit.leak", "more of them up to a leak of 1e-3", None, found.near, None
     if found.kept < FAR * r.band:
         yield "the dimension is not sharp: a singular value lies within 4 bands"
-    yield ("info", "audit.gap", "smallest singular value kept / largest zero", None,
-           found.gap if found.zero else None, None)
+    yield ("info", "audit.gap", "smallest singular value kept / largest zero", None, found.gap,
+           None) if found.zero else ("info", "audit.gap", "no singular value is 0", *3 * (None,))
 
 
 def control(r):
@@ -607,6 +619,11 @@ def control(r):
                 yield "control", "audit.control", text[:WIDTH], None, change, r.bound
                 return
         yield "no single scale moves the loss by 1000 bounds in this dtype"
+
+
+def held(optimizers):
+    """(optimizer, group, parameter) of all of them."""
+    return [(o, g, p) for o in optimizers for g in o.param_groups for p in g["params"]]
 
 
 def pace(group):
@@ -631,10 +648,10 @@ def rotation(optimizer, group):
 
 def decayed(r):
     """(what decay does, name, number, details) of the tensors that it concerns."""
-    home = {id(p): (o, g) for o in r.subject.optimizers for g in o.param_groups
-            for p in g["params"]}
+    home = {id(p): (o, g) for o, g, p in held(r.subject.optimizers)}
     told = dict(zip(map(title, r.names), verdicts(r), strict=True))
-    members = {title(r.names[i]) for a in find(r.batch, r.d, r.band, r.roles).basis
+    confirmed = [a for a, change in zip(r.found.basis, r.change, strict=True) if change <= r.bound]
+    members = {title(r.names[i]) for a in [*find(r.batch, r.d, r.band, r.roles).basis, *confirmed]
                for i in np.flatnonzero(a)}
     for name, p in r.subject.params.items():
         optimizer, group = home.get(id(p), (None, {}))
@@ -642,6 +659,9 @@ def decayed(r):
         detail = {"lr_wd": x, "weight_decay": wd, "verdict": told[name]}
         if not group:
             yield "lost", name, None, detail
+        elif "weight_decay" not in group:
+            if told[name] == "invariant" or p.ndim == 1:
+                yield "unknown", name, None, detail
         elif told[name] == "invariant" and wd:
             turn = rotation(optimizer, group)
             yield ("turn", name, turn, detail) if turn is not None else ("open", name, x, detail)
@@ -660,6 +680,7 @@ def decay(r):
              "open": "decay of invariant weights: lr x wd; equilibrium.py has more rotations",
              "grow": "invariant, no decay: the norm only grows and the rotation dies away; |W|",
              "gain": "decay of vectors: lr x wd; w goes to 0, a gain written 1 + w to 1",
+             "unknown": "decay unknown: the group has no weight_decay",
              "lost": "trainable, but not in the optimizer"}
     for key, text in heads.items():
         chosen = [row for row in rows if row[0] == key]
@@ -683,6 +704,7 @@ def expected(args, r):
                  if told.get(first[n], "undecided") != word]
         yield ("identity", "audit.expect", f"{word}:{glob}, how many are otherwise", 0,
                len(wrong), 0, {"otherwise": wrong})
+        yield from (f"         {n}: {told.get(first[n], 'undecided')}" for n in wrong)
 
 
 def slopes(subject):

@@ -326,6 +326,8 @@ def pace(args, W, A):
                    bound)
     lr = PACE * float(one.norm() / host(g[0])[unit].norm())
     theta = angle(host(w), host(w - lr * g[0]))[unit:]
+    for k in range(len(theta)):
+        yield "info", "000.A16", f"angle at |W|/{2**k}, rad, SGD", PACE * 4**k, theta[k], None
     for k in range(len(theta) - 1):
         yield ("law", "000.A16", f"tan theta(W/{2 ** (k + 1)})/tan theta(W/{2**k}), SGD", 4,
                theta[k + 1].tan() / theta[k].tan(), 8 * C_ANGLE * eps / theta[k])
@@ -354,6 +356,9 @@ def noisy(args, W, A):
         one = slice(k * K, k * K + K)
         yield settled(name, ids, R[:, one], g[:, one], theta[:, one], float(lr[k * K]),
                       float(wd[k * K]))
+    late = (R[len(R) // 2:] ** 4).unflatten(1, (-1, K)).mean((0, 2)) ** 0.25
+    yield ("info", "000.A17", "R at 4 lr / R at lr, late: 1 if wd alone set it", 2,
+           late[2] / late[0], None)
 
 
 def plot(args, R, g, lr, wd):

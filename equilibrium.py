@@ -776,10 +776,11 @@ def predictor(args):
     if h.name == "muon":
         quintic = e.norm * (quintic_energy(h.shape) / d) ** 0.5
         told.append(("B14", "rms weight, torch's quintic, within some 3 %", quintic))
-    for what in ("lr", "wd") if 2 * h.lr * h.wd < 1 else ():
-        twice = predict(h._replace(**{what: 2 * getattr(h, what)}))
-        told += [("B20", f"R at 2 {what} / R", twice.norm / e.norm),
-                 ("B20", f"t at 2 {what} / t", angle(twice.turn) / angle(e.turn))]
+    for what, lr, wd in (("2 lr", 2, 1), ("2 wd", 1, 2), ("2 lr, wd/2", 2, 0.5)):
+        if lr * wd * h.lr * h.wd < 1:
+            other = predict(h._replace(lr=lr * h.lr, wd=wd * h.wd))
+            told += [("B20", f"R at {what} / R", other.norm / e.norm),
+                     ("B20", f"t at {what} / t", angle(other.turn) / angle(e.turn))]
     for id, quantity, value in told:
         yield "info", f"001.{id}", quantity, None, value, None
 
@@ -791,6 +792,8 @@ def rehearsal(args):
     m = max(1, min(m, round((most * m / n) ** 0.5)))
     n = min(n, most // m)
     h = h._replace(shape=(m, n) if h.shape[0] <= h.shape[1] else (n, m))
+    if h.shape != args.setting.shape:
+        yield f"the walks are {h.shape[0]}x{h.shape[1]}, beside their own prediction"
     e, count = predict(h), REPLICAS * most // (m * n)
     burn = min(math.ceil(8 / (1 - impulse(h)[2])), MOST)
     steps = args.steps or min(max(math.ceil(10 * max(rates(h, e))), 2000), MOST)

@@ -8,7 +8,7 @@ Write-up 000 (rmsgauge). For z = x W and RMSNorm with eps = 0,
 and with e = eps > 0, r^2 = ms + e and u = dL/dy,
     N(x (cW)) = N(x W) c sqrt((ms + e) / (c^2 ms + e)) the forward leak
     <G, W> = sum over rows of <u, y> e / r^2           the radial leak
-    J z = (e / r^3) z.
+    J z = (e / r^3) z, with a gain (e / r^3) gain z.
 
 x      input                          (n, d_in)
 W      weight that feeds the norm     (d_in, d)
@@ -186,7 +186,7 @@ def companion(eps, name, norm, z, gain):
     e, r = float(ms), (2 * ms).sqrt()
     J = host(jacobian(lambda Z: norm(Z, e), z))
     gap = (J @ z_ - w * e / r**3 * z_).norm() * r / z_.norm()
-    yield "identity", "000.A8", f"r|J z-(e/r^3)y|/|z|, eps=ms, {name}", 0, gap, bound
+    yield "identity", "000.A8", f"r|J z-(e/r^3)gain z|/|z|, eps=ms, {name}", 0, gap, bound
 
 
 def heads(eps, draw, x, W, loss):

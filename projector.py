@@ -54,7 +54,8 @@ LABELS = {  # key of residuals(): id, quantity, bound = constant x eps x d ** po
     "spread": ("004.N8", "spread of the other r lambda", C_SPECTRUM, 0.5),
     "idempotent": ("004.N9", "|(rJ)^2 - rJ|_F", C_SPECTRUM, 0.5),
     "x": ("004.N10", "r|J x|/|x|", C_NULL, 0),
-    "1": ("004.N11", "|rJ 1 - P 1|/sqrt(d)", C_NULL, 0)}
+    "1": ("004.N11", "|rJ 1 - P 1|/sqrt(d)", C_NULL, 0),
+    "mean": ("004.N24", "|1.y|/|1||y|", C_UNIT, 0)}
 
 
 def SIZES(args):
@@ -185,9 +186,11 @@ def residuals(norm, x, centred):
     if d <= SMALL:
         rank, out["zeros"], out["spread"], out["idempotent"] = spectrum(r * J, null)
         out["symmetry"] = r * (J - J.T).abs().max() / q.square().max()
-    out["E"] = size(defect_(J, r, q, centred))
+    out["E"], y = size(defect_(J, r, q, centred)), host(norm(z[None]))[0]
+    if centred:
+        out["mean"] = y.sum().abs() / (d**0.5 * y.norm())
     out = {key: float(value) / kappa for key, value in out.items()}
-    out["unit"] = abs(float(host(norm(z[None])).square().mean()) - 1)
+    out["unit"] = abs(float(y.square().mean()) - 1)
     return out if d > SMALL else {**out, "rank": abs(rank - (d - null))}
 
 
@@ -254,10 +257,10 @@ def gains(args, name, centred, x):
     """N14: T = G J of torch's module, its row and column space and left null direction."""
     z, d = admit(x, centred), len(x)
     (r, q, kappa), bound = frame(z, centred), C_PROJECTOR * torch.finfo(args.dtype).eps * d**0.5
-    gain, bias = 2 * (args.draw(d) / 3).exp(), args.draw(d)
+    gain, bias = 2 * (args.draw(d) / 3).exp() * args.draw(d).sign(), args.draw(d)
     g, T = host(gain)[:, None], r * jacobian(module(centred, gain, bias), z)
     P = -defect_(torch.zeros_like(T), r, q, centred)
-    most, left = float(g.max()) * kappa, q / g[:, 0]
+    most, left = float(g.abs().max()) * kappa, q / g[:, 0]
     for what, gap in (("T: |rT - GP|_F", T - g * P), ("row space: r|T - TP|_F", T - T @ P),
                       ("left null: r|T'(c/g)|/|c/g|", left @ T / left.norm())):
         yield "identity", "004.N14", f"{what}, {name}", 0, gap.norm() / most, bound
@@ -269,15 +272,22 @@ def gains(args, name, centred, x):
 
 def zeroed(args, name, centred, z, gain, bias):
     """N14: the rank with gains of 0 where c is greatest and least: none hangs on rounding."""
-    (r, q, _), d, gaps = frame(z, centred), len(z), []
+    q, d, gaps, flat = frame(z, centred)[1], len(z), [], []
     order = torch.stack([q.argsort(), q.argsort(descending=True)], 1).flatten().to(z.device)
     for k in [k for k in ZEROS if k <= d]:
         some = gain.index_fill(0, order[:k], 0)
-        w = torch.linalg.svdvals(r * jacobian(module(centred, some, bias), z))
-        rank = int((w > torch.finfo(args.dtype).eps ** 0.5).sum())
-        gaps.append(abs(rank - (d - max(k, 1 + centred))))
+        rows = [(gaps, z, max(k, 1 + centred))]
+        if centred < k < d - centred:
+            rows.append((flat, z.index_fill(0, order[:k], 0), k + 1))
+        for to, x, less in rows:
+            J = jacobian(module(centred, some, bias), x)
+            w = torch.linalg.svdvals(frame(x, centred)[0] * J)
+            rank = int((w > torch.finfo(args.dtype).eps ** 0.5).sum())
+            to.append(abs(rank - (d - less)))
     yield ("identity", "004.N14", f"rank - (d - max(k,{1 + centred})), k gains 0, {name}", 0,
            gaps, 0)
+    if flat:
+        yield "identity", "004.N14", f"rank - (d - k - 1), x = 0 there, {name}", 0, flat, 0
 
 
 def difference(args, x):
@@ -362,7 +372,7 @@ def floors(x):
     E = defect_(A.clone(), 1, q, False)
     for id, what, value in (
             ("004.N5", "r max|J - J'| (falls as 1/d)", (A - A.T).abs().max()),
-            ("004.N8", "2|rJ - P|_2 >= the spread", 2 * torch.linalg.matrix_norm(E, 2)),
+            ("004.N8", "2|rJ - P|_2 bounds exact spread", 2 * torch.linalg.matrix_norm(E, 2)),
             ("004.N8", "spread by eigvalsh of rJ", spectrum(A, 1)[2]),
             ("004.N8", "spread by eigvalsh of P", spectrum(A - E, 1)[2])):
         yield "info", id, f"{what}, typed RMS, d={len(x)}", None, value, None

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 
 import torch
@@ -51,6 +52,10 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 class Parser(argparse.ArgumentParser):
     """One-line errors, and number types that say what would be right."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -3e-4 is a value, too
 
     def error(self, message):
         print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)

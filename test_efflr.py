@@ -396,6 +396,8 @@ def test_unused_experts_zero_projections_and_frozen_tensors_leave_the_count():
     rows = [item for item in audit.tensors(r) if isinstance(item, tuple)]
     assert {i[2]: i[6]["unresolved"] for i in rows if "unresolved" in i[6]} == {
         **told, "layers.1.up.weight": "frozen"}
+    items = list(audit.tensors(r))
+    assert items[-2].startswith("frozen: ") and items[-1][2] == "layers.1.up.weight"
     assert symmetries(r) == {
         "embed + all layers.*.down + layers.1.o", "layers.0: n2 against gate + up",
         "layers.0: up against down", "layers.1: n1 against q + k + v", "layers.1: q against k",
@@ -666,6 +668,26 @@ def test_the_gap_is_taken_at_the_largest_zero():
     assert r.zero == 2 and r.gap == pytest.approx(1e12, rel=1e-3)
 
 
+@pytest.mark.parametrize(("off", "kept"), [(0.5, True), (2.0, True), (3.5, True), (5.0, False)])
+def test_whole_exponents_may_lie_a_few_bands_from_the_null_space(off, kept):
+    draws, band = np.random.default_rng(0).normal(size=(2, 400)), 1e-8
+    u, v = draws / np.sqrt((draws**2).mean(1, keepdims=True))
+    s = np.stack([u + off * math.sqrt(2) * band * v, u, v], 1)  # null: (1, -1, -off sqrt(2) band)
+    batch = audit.SimpleNamespace(s=s, size=np.ones((400, 3)), floor=0.0)
+    r = audit.find(batch, np.ones(3), band, np.ones(3, dtype=bool))
+    assert r.zero == 1 and [a.tolist() for a in r.basis] == [[1, -1, 0]] * kept
+
+
+def test_a_single_scale_that_the_loss_confirms_is_invariant():
+    def r(kappa, change):
+        return audit.SimpleNamespace(found=audit.SimpleNamespace(
+            kappa=np.array([kappa, 9.0]), basis=[np.array([1, 0])]), change=[change],
+            band=1.0, bound=0.5)
+    assert audit.verdicts(r(2.0, 0.1)) == ["invariant", "not"]
+    assert audit.verdicts(r(0.5, 0.6)) == ["undecided", "not"]
+    assert audit.verdicts(r(5.0, 0.1)) == ["not", "not"]
+
+
 def test_slopes_are_the_gradient_along_each_scale():
     subject = audit.built_in(args_of(2), "pre")
     slopes, h = audit.slopes(subject), 1e-5
@@ -759,6 +781,13 @@ def test_several_optimizers_each_decay_their_own():
     for i in (0, 1):
         assert rows[f"layers.{i}.q.weight"][1] == pytest.approx(math.acos(1 - 0.1 / 1.9))
         assert rows[f"layers.{i}.k.weight"][1] == pytest.approx(math.sqrt(2 * 0.02 / 19))
+    odd = type("Muon", (), {"param_groups": [{"params": [], "lr": 0.1, "wd": 0.2}]})()
+
+    def custom(model):
+        odd.param_groups[0]["params"] = list(model.parameters())
+        return [odd]
+    rows = decays(language(qk="gains", optimizer=custom))
+    assert rows["layers.0.q.weight"][:2] == ("decay", None) and len(rows) == 13
     mixed = [torch.optim.SGD([torch.ones(1)]), "adam"]
     with pytest.raises(ValueError, match="a str third, not an optimizer or a list of them"):
         audit.subject_of(lambda: (*language()()[:2], mixed), "m")
@@ -871,6 +900,13 @@ def infinite(seed):
     (meta, [], "parameter embed.weight is meta"),
     (expanded, [], "parameter norm.weight share their memory: clone"),
     (lambda: (*language()(), "adam"), [], "a str third, not an optimizer"),
+    (language(optimizer=lambda m: [torch.optim.SGD(m.layers.parameters()),
+                                   torch.optim.AdamW(m.parameters())]), [],
+     "parameter layers.0.n1.weight is given to optimizers 2 times"),
+    (language(optimizer=lambda m: torch.optim.SGD(LM().parameters())), [],
+     "the optimizer has no parameter of this model"),
+    (lambda: (LM(), lambda seed, other=LM(): other(torch.zeros(1, 2, dtype=torch.int64)).sum()),
+     [], "no parameter of the model gets a gradient from the loss"),
     (language(), ["--dtype", "float32"], "--dtype is for the built-in models"),
     (unstable, [], r"loss\(0\) gave .*, then .*seed"),
     (language(), ["--batches", "20"], "--batches 20 is too few: 21 scales need 29"),
@@ -1586,9 +1622,11 @@ def test_predictor_on_an_adamw_run():
 
 
 def test_predictor_doubles_only_what_stays_an_equilibrium():
-    for wd, rows in ((".4", 4), (".5", 0)):
+    for wd, rows in ((".4", 6), (".5", 2)):
         seen, _ = told("--optimizer", "sign", "--lr", "1", "--wd", wd, "--shape", "6x6")
         assert sum(" at 2 " in quantity for quantity in seen) == rows
+        near(seen["R at 2 lr, wd/2 / R"], 2)
+        near(seen["t at 2 lr, wd/2 / t"], 1)
 
 
 def test_predictor_knows_torchs_muon():

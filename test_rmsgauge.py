@@ -355,7 +355,7 @@ def test_every_row_of_gauge_is_the_number_it_names():
                           ("nn.RMSNorm", gauge.module(gain), gain)):
         ms = float(z.double().square().mean())
         for e, key in ((0.0, f"r|J z|/|z|, {kind}"),
-                       (ms, f"r|J z-(e/r^3)y|/|z|, eps=ms, {kind}")):
+                       (ms, f"r|J z-(e/r^3)gain z|/|z|, eps=ms, {kind}")):
             J = torch.autograd.functional.jacobian(lambda t, e=e, norm=norm: norm(t, e), z).double()
             r = math.sqrt(ms + e)
             gap = J @ z.double() - w.double() * z.double() * e / r**3
@@ -741,7 +741,8 @@ def test_pace_rows_of_numbers(monkeypatch):
     found = numbers(dynamics.pace(args, row(2, 0)[None], None))
     assert [r[:2] for r in found] == [
         ("identity", "000.A17"), ("law", "000.A15"), ("control", "000.A15"),
-        *[("control", "000.A17"), ("law", "000.A15")] * 2, ("law", "000.A16"), ("law", "000.A16")]
+        *[("control", "000.A17"), ("law", "000.A15")] * 2, *[("info", "000.A16")] * 3,
+        *[("law", "000.A16")] * 2]
     c, flat = torch.tensor(scales).double(), torch.ones(5, dtype=torch.float64)
 
     def slope(theta):
@@ -758,7 +759,9 @@ def test_pace_rows_of_numbers(monkeypatch):
         assert found[k][2:] == (None, near(cosine), near(4 * EPS))
         assert found[k + 1][2] == -1 and found[k + 1][3] == near(slope(theta))
         assert found[k + 1][4] == near(2e-4 + 0.006 + 0.1 * EPS / float(theta.min()))
-    for k, t in ((7, 0.0025), (8, 0.01)):
+    for k, t in ((7, 0.0025), (8, 0.01), (9, 0.04)):
+        assert found[k][2:4] == (near(t), near(math.atan(t)))
+    for k, t in ((10, 0.0025), (11, 0.01)):
         assert found[k][2:] == (4, near(4), near(0.8 * EPS / math.atan(t)))
 
 

@@ -867,6 +867,12 @@ def expanded():
     return model, loss
 
 
+def elsewhere():
+    """The loss of another model."""
+    other = LM()
+    return LM(), lambda seed: other(torch.zeros(1, 2, dtype=torch.int64)).square().sum()
+
+
 def unstable():
     model, loss = language(dropout=0.1)()
     return model, loss
@@ -905,8 +911,7 @@ def infinite(seed):
      "parameter layers.0.n1.weight is given to optimizers 2 times"),
     (language(optimizer=lambda m: torch.optim.SGD(LM().parameters())), [],
      "the optimizer has no parameter of this model"),
-    (lambda: (LM(), lambda seed, other=LM(): other(torch.zeros(1, 2, dtype=torch.int64)).sum()),
-     [], "no parameter of the model gets a gradient from the loss"),
+    (elsewhere, [], "no parameter of the model gets a gradient from the loss"),
     (language(), ["--dtype", "float32"], "--dtype is for the built-in models"),
     (unstable, [], r"loss\(0\) gave .*, then .*seed"),
     (language(), ["--batches", "20"], "--batches 20 is too few: 21 scales need 29"),

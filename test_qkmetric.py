@@ -21,7 +21,7 @@ import report
 import train
 from report import drawer as draws
 from report import status
-from test_report import worst_ratios
+from test_report import rows, worst_ratios
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
@@ -1465,6 +1465,17 @@ def test_muon_bounds_are_neither_tight_nor_slack_over_seeds_in_both_dtypes(small
         assert len(worst) == 22
         for key, ratio in worst.items():
             assert 1e-3 < ratio < 0.5, (dtype, key, ratio)
+
+
+def test_bounds_of_white_steps_are_five_standard_errors():
+    laws = [r for r in rows("muon") if "white G" in r["quantity"] and r["kind"] == "law"]
+    assert len(laws) == 3
+    for r in laws:
+        assert r["bound"] == pytest.approx(5 * r["expected"] / math.sqrt(2 * muon.DRAWS))
+    spread = next(r for r in rows("muon") if r["quantity"].startswith("spread of |column|, uniform"))
+    m, n = muon.INIT
+    assert spread["expected"] == pytest.approx(math.sqrt(0.8 / m) / 2)
+    assert spread["bound"] == pytest.approx(5 * math.sqrt(0.8 / m) / 2 / math.sqrt(2 * n))
 
 
 BROKEN = {

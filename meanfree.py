@@ -28,7 +28,7 @@ import torch
 
 WIDTHS, B = (2048, 4096), 128
 DEPTH, D_STACK, B_STACK = 4, 192, 16
-SIZES = f"d={WIDTHS[0]}, {WIDTHS[1]} rows={B} | stack: {DEPTH} blocks, d={D_STACK} | S=|v|sqrt(d)/r"
+SIZES = f"d={WIDTHS[0]}, {WIDTHS[1]} rows={B} | stack: {DEPTH} blocks, d={D_STACK}"
 ORDERS = 6, 0.5  # decades between the two sums in float32, and half a decade about them
 C_FLOOR = 8  # x kappa eps S: sums of d terms of mixed sign, some rounded twice
 C_STACK = 4  # x eps |dh| sqrt(d): the same floor, through DEPTH blocks

@@ -805,6 +805,15 @@ WRONG = {
     "da 1 % off in half": (off_in_half("da", 1.01), BF16, "average", None)}
 
 
+ALIKE = ("einsum", "decomposed", "float64 inside", "chunked", "saves xh", "partial", "exp(w)",
+         "no affine", "LayerNorm, no affine", "a built module", "one number", "1 + w in half")
+
+
+def dtypes_of(name):
+    """All four, or two for a norm that is written or built otherwise than another of RIGHT."""
+    return ("float64", "bfloat16") if name in ALIKE else tuple(conform.DTYPES)
+
+
 @functools.cache
 def rows_of(name, dtypes=tuple(conform.DTYPES), seed=0, only=None):
     """check() of a norm of this file; each is judged once."""
@@ -1094,9 +1103,10 @@ def test_a_cause_must_be_nearer_than_the_right_norm():
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_norm_raises_no_alarm(name):
-    rows = rows_of(name)
+    rows = rows_of(name, dtypes_of(name))
     assert not fails(rows)
-    assert sum(r["verdict"] == "ok" for r in rows) > 60
+    assert sum(r["verdict"] == "ok" for r in rows) > 15 * len(dtypes_of(name))
+    assert len(set(RIGHT) - set(ALIKE)) >= 10
 
 
 @pytest.mark.parametrize("name", ["torch", "LayerNorm", "Gemma"])
@@ -1114,14 +1124,14 @@ def test_a_right_norm_raises_no_alarm_at_other_widths(dim, only):
 def test_residuals_are_neither_near_their_bands_nor_empty():
     worst = {}
     for name in RIGHT:
-        for r in rows_of(name):
+        for r in rows_of(name, dtypes_of(name)):
             if r["bound"] and r["verdict"] == "ok" and r["id"] in conform.IDS:
                 key = r["id"], r["quantity"][-4:]
                 worst[key] = max(worst.get(key, 0), r["measured"] / r["bound"])
     for (id, dtype), ratio in worst.items():
         sums = ("many", "counts", "widths", "mixed")
         top = 0.75 if id in sums else 0.5  # two roundings of three happen
-        low = 1e-4 if id in ("average", "broad") else 1e-3  # means of many rows
+        low = 1e-4 if id in ("average", "broad") else 5e-4  # means of many rows
         if id in ("shapes", "grads", "permute", "modes", "broad") and ratio == 0:
             low = -1  # two runs, the same bits
         assert low < ratio < top, (id, dtype, ratio)
@@ -1194,7 +1204,7 @@ def test_traits_of_right_norms(name, words):
     names = "|".join(conform.TRAITS)
     for part in re.split(rf" (?=(?:{names})=)", words):
         id, _, text = part.partition("=")
-        assert trait(rows_of(name), id) == text
+        assert trait(rows_of(name, dtypes_of(name)), id) == text
 
 
 @pytest.mark.parametrize(("norm", "id", "text"), [
@@ -1533,7 +1543,7 @@ def test_a_function_s_gain_of_another_form_fails():
 
 
 def test_a_gain_of_another_form_is_left_as_it_was_built():
-    rows = rows_of("exp(w)")
+    rows = rows_of("exp(w)", dtypes_of("exp(w)"))
     assert {r["verdict"] for r in rows if r["id"] in ("gain", "dgain", "many")} == {"info"}
     assert {r["verdict"] for r in rows if r["id"] in ("unit", "euler", "init")} == {"ok"}
 

@@ -608,6 +608,7 @@ def test_the_operator_table_tells_mps_kernels_apart():
 
 BRIEF = {  # a walk of few steps has every operator of a long one
     "equilibrium": ("BURN, STEPS = 40, (8, 32), 300, 500", "BURN, STEPS = 40, (8, 32), 12, 20"),
+    "dynamics": ("FULL = 0.1, 0.05, 300", "FULL = 0.1, 0.05, 9"),
     "muon": ("TRAINED = 96, 384, 60", "TRAINED = 4, 8, 3")}
 FEW = {**SHORT, "audit": ("--variant", "sandwich"), "dynamics": ("--steps", "4")}
 

@@ -1000,6 +1000,49 @@ def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
         near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
 
 
+def pieces_of(norm, id, *given):
+    """name -> (got, want, scale, bound) of one check."""
+    norm.start(id)
+    return {name: piece for name, *piece in getattr(norm, id)(*given)}
+
+
+def test_equal_rows_are_judged_as_one_row():
+    norm = made(SavesX.apply, e=3e-6)
+    pieces = pieces_of(norm, "_many")
+    assert set(pieces) == {"a da", "y", "dx"}
+    y, want, scale, bound = pieces["y"]
+    assert (y.shape, want.shape) == ((4096, 96), (1, 96))
+    near(scale, want.abs().max())
+    near(bound, 2 * norm.rho())
+    near(pieces["dx"][3], 4 * norm.rho())
+    near(pieces["a da"][3], norm.column(y))
+
+
+def test_the_leak_on_average_is_one_without_a_projection():
+    norm = made(kernel(dx=lambda r, v, **q: v / r), e=3e-6)
+    name = "<xh, r dx> in units of <xh, v>, less its leak"
+    leak = pieces_of(norm, "_average", 512)[name]
+    near([leak[0], leak[1]], [1 - 3e-6, 0], 1e10)
+    assert pieces_of(made(SavesX.apply, e=3e-6), "_average", 512)[name][3] < 1e-12
+
+
+def test_gradients_of_a_zero_row_and_of_a_row_are_weighed_by_a_dy():
+    norm = made(SavesX.apply, e=3e-6)
+    _, want, scale, _ = pieces_of(norm, "zero")["dx sqrt(e)"]
+    near(scale, want.norm())  # of RMSNorm: a dy itself
+    norm = made(Layer, centred=True, e=1e-5)
+    norm.names = norm.find_names()
+    norm.start("euler")
+    x = norm.rows()
+    norm.start("_euler")
+    a, b, dy = norm.some_a(), norm.some_b(), norm.some_dy(x)
+    xc, s, r = norm.parts(x)
+    _, _, scale, _ = pieces_of(norm, "_euler", x)["<xc, dx>"]
+    leak = 1e-5 / (s + 1e-5)
+    near(scale, (a * dy).norm(dim=-1, keepdim=True) * xc.norm(dim=-1, keepdim=True) / r
+         + leak * (dy * b).abs().sum(-1, True))
+
+
 def test_columns_are_weighed_by_the_sizes_of_their_terms():
     norm = made(SavesX.apply)
     for id, piece in (("broad", "da, expanded gain"), ("permute", "da, permuted")):

@@ -1028,6 +1028,9 @@ def test_the_leak_on_average_is_one_without_a_projection():
 
 def test_gradients_of_a_zero_row_and_of_a_row_are_weighed_by_a_dy():
     norm = made(SavesX.apply, e=3e-6)
+    layer = made(Unit, centred=True, e=1e-5)
+    layer.names = layer.find_names()
+    near(pieces_of(layer, "jacobian")["r J 1"][2], 96**0.5)
     _, want, scale, _ = pieces_of(norm, "zero")["dx sqrt(e)"]
     near(scale, want.norm())  # of RMSNorm: a dy itself
     norm = made(Layer, centred=True, e=1e-5)
@@ -2121,6 +2124,12 @@ def test_list_prints_every_check(tmp_path, monkeypatch, capsys):
 def test_no_check_is_not_a_pass(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, monkeypatch, "--only", "shift,kind") == 1
     assert capsys.readouterr().out.endswith(" 5 info: nothing was judged\n")
+
+
+def test_float64_is_not_tried_on_mps():
+    judged, refused, _ = conform.admit(nn.RMSNorm, 96, {}, None, torch.device("mps"),
+                                       [torch.float32], 0)
+    assert {n.dtype for n in judged} | set(refused) == {torch.float32}
 
 
 def test_mps_leaves_float64_out(monkeypatch, tmp_path, capsys):

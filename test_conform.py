@@ -1006,6 +1006,20 @@ def pieces_of(norm, id, *given):
     return {name: piece for name, *piece in getattr(norm, id)(*given)}
 
 
+@pytest.mark.parametrize("call", [nn.RMSNorm, Layer, SavesX.apply])
+def test_no_piece_of_float64_has_a_band_that_hides_anything(call):
+    norm = conform.Checks(call, 96, {}, None, torch.device("cpu"), torch.float64, 0)
+    conform.identify([norm], norm)
+    for id in conform.IDS:
+        try:
+            pieces = {} if id == "compiled" else pieces_of(norm, id)
+        except conform.Skip:
+            continue
+        for name, (*_, bound) in pieces.items():
+            wide = 1e-6 if id in ("shift", "constant", "offset") else 2e-12  # centring's kappa
+            assert 0 <= bound < wide, (id, name, bound)
+
+
 def test_equal_rows_are_judged_as_one_row():
     norm = made(SavesX.apply, e=3e-6)
     pieces = pieces_of(norm, "_many")

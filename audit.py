@@ -28,6 +28,7 @@ The model keeps its own dtype and device: build it in float64 for the sharpest v
 """
 
 import argparse
+import collections
 import contextlib
 import fnmatch
 import itertools
@@ -200,11 +201,11 @@ def subject_of(build, file):
         if not hasattr(each, "param_groups"):
             raise ValueError(f"build() returned a {type(each).__name__} third, not an optimizer or "
                              "a list of them: it has no param_groups")
-    owned = [id(p) for *_, p in held(optimizers)]
+    owned = collections.Counter(id(p) for *_, p in held(optimizers))
     for name, p in model.named_parameters():
-        if owned.count(id(p)) > 1:
-            raise ValueError(f"parameter {name} is given to optimizers {owned.count(id(p))} times")
-    if owned and not {id(p) for p in model.parameters()} & {*owned}:
+        if owned[id(p)] > 1:
+            raise ValueError(f"parameter {name} is given to optimizers {owned[id(p)]} times")
+    if owned and not any(owned[id(p)] for p in model.parameters()):
         raise ValueError("the optimizer has no parameter of this model")
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         guest("loss(0)", loss, 0)

@@ -155,13 +155,18 @@ def builds(call):
     return isinstance(call.func if isinstance(call, functools.partial) else call, type)
 
 
+def plain(call):
+    """Is it called as f(x, weight, eps): neither a class nor a built module?"""
+    return not builds(call) and not isinstance(call, torch.nn.Module)
+
+
 class Norm:
     """The callee in one dtype: host tensors in and out, gain and bias as they are applied."""
 
     def __init__(self, call, dim, kwargs, eps, device, dtype, seed):
         self.call, self.dim, self.kwargs, self.device, self.seed = call, dim, kwargs, device, seed
         self.dtype = self.work = dtype  # work: the dtype that it computes in
-        self.function = not builds(call) and not isinstance(call, torch.nn.Module)
+        self.function = plain(call)
         self.arg = FUNCTION_EPS if eps is None else eps
         self.names = ("weight" if self.function else None, None)  # of gain and bias
         self.plus, self.centred, self.place, self.e, self.scale = 0.0, False, "inside", 0.0, 1.0
@@ -892,21 +897,32 @@ class Checks(Traits):
         """no_grad, inference, eval: y is the same"""
         x, a, dy = self.point()
         ref = self.run(x, a, dy=dy)
-        module = None if self.function else self.modules[self.dim]
-        for mode in (torch.no_grad, torch.inference_mode):
-            for flip in (False, True)[:1 if self.function else 2]:
-                yield from self._without(mode, module, flip, x, a, ref)
-        if module:
-            module.train(not module.training)
-            out = self.run(x, a, dy=dy)
-            module.train(not module.training)
+        turns = {"": contextlib.nullcontext}
+        if not self.function:
+            turns[", eval or train"] = self._turned
+        for words, turn in turns.items():
+            for mode in (torch.no_grad, torch.inference_mode):
+                with turn():
+                    yield from self._without(mode, mode.__name__ + words, x, a, ref)
+        if not self.function:
+            with self._turned():
+                out = self.run(x, a, dy=dy)
             yield from self._all("eval or train", out, ref, dy, a, x)
 
-    def _without(self, mode, module, flip, x, a, ref):
-        """y of all rows, and of one, in a mode that records no graph."""
-        self.mode, name = mode, mode.__name__ + ", eval or train" * flip
+    @contextlib.contextmanager
+    def _turned(self):
+        """The module in eval mode, or in training where it was in that."""
+        module = self.modules[self.dim]
+        module.train(not module.training)
         try:
-            module and module.train(module.training != flip)
+            yield
+        finally:
+            module.train(not module.training)
+
+    def _without(self, mode, name, x, a, ref):
+        """y of all rows, and of one, in a mode that records no graph."""
+        self.mode = mode
+        try:
             for k in (slice(None), slice(1)):
                 out, want = self.run(x[k], a), ref.y[k]
                 yield f"y, {name}", out.y, want, want.abs().amax(-1, True), 2 * self.rho(x)
@@ -914,7 +930,6 @@ class Checks(Traits):
                 yield f"x, {name}", host(out.x), x[k], 1.0, 0
         finally:
             self.mode = contextlib.nullcontext
-            module and module.train(module.training != flip)
 
     def nan(self):
         """a NaN makes its row NaN, and no other"""
@@ -1079,23 +1094,26 @@ def misplaced(call):
     return None
 
 
-def wrapper(call):
-    """The line that makes a callee of another signature f(x, weight, eps)."""
+def wrapper(call, error=""):
+    """The line that makes a callee of another signature, or result, f(x, weight, eps)."""
     name, line = getattr(call, "__name__", "f"), "wrap it: def mine(x, weight, eps): "
     given, named, known = [], False, parameters(call)
-    first = "x" not in [ROLES.get(p.name) for p in known]
+    roles = [ROLES.get(p.name) for p in known]
+    in_place = "returned NoneType" in error and "out" not in roles
     for p in known:
         named |= p.kind == p.KEYWORD_ONLY
         if p.default is p.empty or p.name in ROLES:
-            stands = ROLES.get(p.name, "x" if first and not given else "...")
-            given.append(f"{p.name}=" * named + stands)
+            stands = ROLES.get(p.name, "x" if "x" not in roles and not given else "...")
+            given.append(f"{p.name}=" * named + ("y" if in_place and stands == "x" else stands))
         named |= p.default is not p.empty and p.name not in ROLES
     does = f"{name}({', '.join(given or ['...'])})"
-    if known and "eps" not in [ROLES.get(p.name) for p in known]:
+    if known and "eps" not in roles:
         line = "--eps is the one that it has built in; " + line
     if {"out", "out=out"} & set(given):
         return f"{line}out = torch.empty_like(x); {does}; return out"
-    return f"{line}return {does}"
+    if in_place:
+        return f"{line}y = x.clone(); {does}; return y"
+    return f"{line}return {does}" + "[0]" * ("returned tuple" in error)
 
 
 def constructed(call, dim, kwargs):
@@ -1113,9 +1131,8 @@ def constructed(call, dim, kwargs):
 def admit(call, dim, kwargs, eps, device, dtypes, seed):
     """The norms to be judged, one a dtype; what other dtypes raised; the widest norm that runs."""
     norms, refused = {}, {}
-    plain = not builds(call) and not isinstance(call, torch.nn.Module)
-    if plain and misplaced(call):
-        raise TypeError(f"{misplaced(call)}: f(x, weight, eps) is called; {wrapper(call)}")
+    if plain(call) and (wrong := misplaced(call)):
+        raise TypeError(f"{wrong}: f(x, weight, eps) is called; {wrapper(call)}")
     if kwargs and not builds(call):
         raise ValueError("argument kwargs: a function or a built module takes none; --eps is a "
                          "function's eps")
@@ -1131,12 +1148,8 @@ def admit(call, dim, kwargs, eps, device, dtypes, seed):
             refused[dtype] = error, norm.shape
     if not norms and all(isinstance(e, TypeError) for e, _ in refused.values()):
         error = str(refused[dtypes[0]][0])
-        line = wrapper(call) + "[0]" * ("returned tuple" in error)
-        if "returned NoneType" in error and "return out" not in line:
-            line = line.replace("return ", "y = x.clone(); ").replace("(x", "(y", 2).replace(
-                "mine(y", "mine(x") + "; return y"
-        raise TypeError(f"{error}; " + (line if plain else "give a module that takes x and "
-                                        "returns y alone"))
+        raise TypeError(f"{error}; " + (wrapper(call, error) if plain(call) else
+                                        "give a module that takes x and returns y alone"))
     asked = [*dtypes, *[torch.float32] * (torch.float64 in dtypes and torch.float64 in refused)]
     judged = [norms[t] for t in dict.fromkeys(asked) if t in norms]
     wide = min(norms.values(), key=lambda n: torch.finfo(n.dtype).eps, default=None)
@@ -1232,8 +1245,7 @@ def attempt(norm, id, replay):
     except Skip as why:
         return (why.args[0], id, f"{why.args[1]}, {name}", None, None, None), []
     except Exception as error:
-        found = {"share": math.inf, "measured": math.nan, "bound": 0,
-                 "error": said(error), "where": norm.shape + origin(error)}
+        found = {"share": math.inf, "measured": math.nan, "bound": 0, **raised(error, norm.shape)}
     row = (id, f"{IDS[id]}, {name}", 0, found["measured"], found["bound"])
     if found["share"] <= 1:
         kinds = ("identity", 1e-3), ("law", CANNOT_TELL), ("unresolved", math.inf)
@@ -1262,7 +1274,7 @@ def unlike(got, want):
 def story(found):
     """A failure in words."""
     if "error" in found:
-        what = f"it raised {found['error'].splitlines()[0]}{found.get('where', '')}"
+        what = f"it raised {found['error'].splitlines()[0]}{found['where']}"
     elif "has" in found:
         what = found["has"]
     else:
@@ -1279,6 +1291,11 @@ def origin(error):
     frames = [f for f in traceback.extract_tb((error.__cause__ or error).__traceback__)
               if not f.filename.startswith(own)]
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def raised(error, shape=""):
+    """An exception's part of a failure: its words, x's shape, and the line of the callee's."""
+    return {"error": said(error), "where": shape + origin(error)}
 
 
 def summary(failures):
@@ -1300,9 +1317,7 @@ def examine(norms, refused, wide, eps, expect, only, skip, compiling, replay):
         text = f"refuses {short(dtype)}: " + said(error).partition(": ")[2]
         text = text.encode("ascii", "replace").decode()
         once = dtype == torch.float64 and norms
-        found = {"error": said(error), "cause": "",
-                 "where": shape + origin(error),
-                 "replay": replay("unit", str(dtype)[6:])}
+        found = {**raised(error, shape), "cause": "", "replay": replay("unit", str(dtype)[6:])}
         row = "call", " ".join(text.split())[:49]
         yield (("info", *row, None, None, None, found) if once else
                ("law", *row, 0, math.nan, 0, found))
@@ -1315,8 +1330,7 @@ def examine(norms, refused, wide, eps, expect, only, skip, compiling, replay):
                 yield row
                 yield from story(row[6]) if row[0] == "law" and row[4] != 1 and row[6:] else []
     except Exception as error:
-        found = {"error": said(error), "cause": "",
-                 "replay": replay("kind", str(wide.dtype)[6:])}
+        found = {**raised(error), "cause": "", "replay": replay("kind", str(wide.dtype)[6:])}
         yield "law", "call", "its traits cannot be measured", 0, math.nan, 0, found
         yield from story(found)
         if isinstance(error, Unjudged):
@@ -1335,11 +1349,11 @@ def check(norm, dim=None, kwargs=None, *, dtypes=tuple(DTYPES), device="cpu", ep
           expect=None, only=None, skip=(), compiling=False, seed=0):
     """The rows as dicts: kind, id, quantity, expected, measured, bound, detail, verdict."""
     dim, kwargs, told = width(norm, dim), kwargs or {}, {"kwargs": kwargs, "eps": eps}
-    for name, value, right in (("dim", dim, int), ("eps", eps or 0, (int, float)),
-                               ("kwargs", kwargs, dict), ("seed", seed, int)):
+    for name, value, right, word in (
+            ("dim", dim, int, "int"), ("eps", eps or 0, (int, float), "number"),
+            ("kwargs", kwargs, dict, "dict"), ("seed", seed, int, "int")):
         if not isinstance(value, right):
-            raise ValueError(f"argument {name}: {value!r} is no "
-                             f"{'number' if name == 'eps' else right.__name__}")
+            raise ValueError(f"argument {name}: {value!r} is no {word}")
     for name, given in (("dtypes", dtypes), ("only", only)):
         if given is not None and not given:
             raise ValueError(f"argument {name}: name at least one, or leave it out")
@@ -1392,7 +1406,7 @@ def width(call, dim):
 
 def right_eps(call, kwargs, eps):
     """The eps that a verdict can be made of: the asked one, a function's, or the class's."""
-    if eps is None and not builds(call) and not isinstance(call, torch.nn.Module):
+    if eps is None and plain(call):
         return FUNCTION_EPS
     held = {**getattr(call, "keywords", {}), **kwargs}  # of a partial, and asked for
     return held.get("eps") if eps is None else eps
@@ -1452,12 +1466,10 @@ def prepare(args):
     except (TypeError, ValueError):
         raise ValueError("argument --kwargs: write a JSON object, {\"eps\": 1e-6}") from None
     for name in ("only", "skip"):
-        given = getattr(args, name)
-        setattr(args, name, [] if given is None else words(
-            [*IDS, *TRAITS], f"--{name}", given.split(",")))
+        setattr(args, name, words([*IDS, *TRAITS], f"--{name}", listed(getattr(args, name))))
     here = [t for t in DTYPES if args.device.type != "mps" or t != "float64"]
     picked = here if args.picked is None else words(
-        here, "--dtype", full(args.picked.split(",")))
+        here, "--dtype", full(listed(args.picked)))
     args.dtypes = [DTYPES[t] for t in picked]
     args.spec, args.call, args.file = args.norm
     args.dim = width(args.call, args.dim)
@@ -1480,7 +1492,7 @@ def measure(args):
         return f"python {script} {named} --only {id} --dtype {dtype} --seed {args.seed}"
     yield f"{named}  ({args.file})"
     eps = right_eps(args.call, args.kwargs, args.eps)
-    if not (builds(args.call) or isinstance(args.call, torch.nn.Module)):
+    if plain(args.call):
         yield f"called as f(x, weight, {eps!r})"
     yield from examine(*args.admitted, eps, args.expect, args.only, args.skip, args.compile, replay)
 

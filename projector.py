@@ -295,9 +295,10 @@ def difference(args, x):
     z, d, eps = admit(x, True), len(x), torch.finfo(args.dtype).eps
     (s, _, kappa), r, bound = frame(z, True), frame(z, False)[0], C_PROJECTOR * eps * d**0.5
     c, one, hat = z - z.mean(), torch.ones_like(host(z)) / d**0.5, host(z) / host(z).norm()
+    sine = (hat - hat.mean()).norm()  # of the angle from x to 1
     J_rms, J_ln, J_c = jacobian(rmsnorm, z), jacobian(layernorm, z), jacobian(rmsnorm, c)
-    yield ("control", "004.N11", "r|J 1|/sqrt(d), typed RMS", (1 - (one @ hat) ** 2) ** 0.5,
-           r * (J_rms @ one).norm(), C_NULL * eps)
+    yield ("control", "004.N11", "r|J 1|/sqrt(d), typed RMS", sine, r * (J_rms @ one).norm(),
+           C_NULL * eps)
     B = torch.linalg.qr(torch.stack([one, hat], 1))[0]
     yield "identity", "004.N12", "r|J B|_F, B=qr[1,x], LN", 0, s * size(J_ln @ B) / kappa, bound
     yield ("control", "004.N12", "|rJ - P|_F, x/|x| for q, LN", 2**0.5 * abs(one @ hat) / kappa,
@@ -308,7 +309,7 @@ def difference(args, x):
     yield ("identity", "004.N13", "|r(J_RMS - J_LN) - 11'/d|_F, mean(x) = 0", 0,
            size(gap - torch.outer(one, one)), bound)
     apart, t = s * (J_rms - J_ln), s / r
-    told = (1 - t) ** 2 * (d - 2) + t * t + 1 - 2 * t * (1 - (one @ hat) ** 2)
+    told = (1 - t) ** 2 * (d - 2) + t * t + 1 - 2 * t * sine**2
     yield ("control", "004.N13", "|r(J_RMS - J_LN) - 11'/d|_F, mean(x) not 0", told**0.5 / kappa,
            size(apart - torch.outer(one, one)) / kappa, bound)
     for kind, where, A, told in (("identity", "mean(x) = 0", gap, 0),

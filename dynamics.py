@@ -7,7 +7,8 @@ Write-up 000 (rmsgauge). For W_next = (1 - wd) W - lr g, where z = x W feeds RMS
 and, since |g| = G / R (degree -1), for a steady G
     R*^4 = lr^2 G^2 / (2 wd - wd^2)           the fixed point
     cos(theta*) = 1 - wd                      the rotation there
-    dR_next^2 / dR^2 = 2 (1 - wd)^2 - 1       at R*, a contraction.
+    dR_next^2 / dR^2 = 2 (1 - wd)^2 - 1       at R*, a contraction
+    tan(theta) = lr G / R^2                   the pace of SGD; lr |u| / R of a rule with |u| fixed.
 On any path the mean of log cos(theta) is log(1 - wd) minus the mean step of log R. On K settled
 paths of T steps, s being the deviation of log R, that drift has the standard error sqrt(2/K) s/T:
 s / (sqrt(2 K) wd T) of the mean angle, half as much of R, to which G's scatter adds 2 s^2.

@@ -39,14 +39,6 @@ import numpy as np
 import torch
 
 REPLICAS, SHAPE, BURN, STEPS = 40, (8, 32), 300, 500
-
-
-def SIZES(args):
-    """The walks of the default run."""
-    m, n = SHAPE
-    return "" if args.setting else f"{REPLICAS} walks of {m}x{n}, {BURN}+{STEPS} steps"
-
-
 TAKES = {"sgd": "momentum nesterov grad", "sgdw": "momentum nesterov grad", "adam": "betas grad",
          "adamw": "betas", "sign": "", "lion": "betas", "muon": "momentum nesterov adjust"}
 COUPLED = ("sgd", "adam")  # torch adds wd w to the gradient
@@ -60,6 +52,12 @@ N, BATCH, CLASSES, RUNS = 12, 16, 6, 8  # the real loss
 FITTED, SPIKED = 1e-5, 0.05  # losses of a run that had fitted its batch, and has lost it again
 C_STEP = 16  # x eps: one torch update, |w+|^2 against its typed terms
 C_PATH = 32  # x eps: 40 steps that should end in the same direction
+
+
+def SIZES(args):
+    """The walks of the default run."""
+    m, n = SHAPE
+    return "" if args.setting else f"{REPLICAS} walks of {m}x{n}, {BURN}+{STEPS} steps"
 
 
 class Setting(NamedTuple):

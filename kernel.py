@@ -13,6 +13,7 @@ e             epsilon, in units of x^2
 
 To import: y = rms_norm(x, gain, eps), with any leading shape and without a gain if it is None.
 --bench only times forward, backward and int8 beside a copy; it compiles, which takes a minute.
+It asks torch for huge pages (THP_MEM_ALLOC_ENABLE, unless set): new outputs fault less often.
 
 python kernel.py [--device cpu|mps|cuda] [--dtype float64|float32] [--seed N] [--json]
 python kernel.py --bench [--shape 4096x4096] [--threads 1] [--dtype float32|bfloat16|float64]

@@ -120,9 +120,12 @@ def direction(G, kind="Muon", lr=LR):
 
 
 def stretch(a, b, c):
-    """S under momentum b, c = rho^2: the middle of its two bounds and half their distance."""
-    tail = b**4 / (1 - b * b)
-    q = (b * (1 + b) + tail) / ((1 + b)**2 + tail)  # R = q b^k
+    """S under momentum b, c = rho^2: the middle of its two bounds and half their distance.
+
+    Nesterov's X_t = (1 + b) G_t + b^2 G_(t-1) + b^3 G_(t-2) + ... has R = q b^k.
+    """
+    tail = b**4 / (1 - b * b)  # squares of b^2, b^3, ...
+    q = (b * (1 + b) + tail) / ((1 + b)**2 + tail)
     linear, cubic = 2 * q * a * b / (1 - a * b), 2 * q**3 * a * b**3 / (1 - a * b**3)
     return 1 + c * linear + (1 - c) * cubic / 2, (1 - c) * cubic / 2
 

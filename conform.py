@@ -1220,20 +1220,24 @@ def told(norms, wide, traits, expect, eps, replay):
 
 def worst(pieces):
     """The numbers of the piece that takes the largest share of its bound, where it does."""
-    found = []
+    most, top = -1.0, None
     for name, got, want, scale, bound in pieces:
         got, want = torch.broadcast_tensors(got.double(), want.double())
         gap = ((got - want).abs() / scale).masked_fill(got == want, 0.0)
         gap = gap.nan_to_num(math.inf, math.inf)
-        i = int(gap.argmax())
-        size, index = float(gap.flatten()[i]), []
-        for length in reversed(gap.shape):
-            i, k = divmod(i, length)
-            index.insert(0, k)
-        found.append({"share": size / bound if bound else (math.inf if size else 0.0),
-                      "piece": name, "index": index, "got": float(got[tuple(index)]),
-                      "want": float(want[tuple(index)]), "measured": size, "bound": bound})
-    return max(found, key=lambda piece: piece["share"])
+        size = float(gap.max())
+        share = size / bound if bound else (math.inf if size else 0.0)
+        if share > most:
+            most, top = share, (name, got, want, gap, size, bound)
+    if top is None:
+        raise ValueError("an empty check")
+    name, got, want, gap, size, bound = top
+    i, index = int(gap.argmax()), []
+    for length in reversed(gap.shape):
+        i, k = divmod(i, length)
+        index.insert(0, k)
+    return {"share": most, "piece": name, "index": index, "got": float(got[tuple(index)]),
+            "want": float(want[tuple(index)]), "measured": size, "bound": bound}
 
 
 def attempt(norm, id, replay):

@@ -478,7 +478,10 @@ def test_the_fourth_difference_tells_smooth_from_rough():
                          (lambda x, w: (w.exp() * 2.0**40).round().sum() / 2.0**40, 1e-13, 1e-10)):
         subject = audit.subject_of(simple({"w": draw(9)}, f), "")
         subject.loss = lambda seed, f=f, subject=subject: f(None, **subject.params)
-        assert low <= audit.roughness(subject, batch) <= high
+        rough = audit.roughness(subject, batch)
+        assert low <= rough <= high
+        steep = audit.SimpleNamespace(loss=1.0, size=np.array([[0.0, 4.0], [1.0, 2.0]]))
+        assert audit.roughness(subject, steep) == pytest.approx(rough / 4)  # of the largest
 
 
 def test_a_leak_is_not_excused_but_shown_and_counted_on_request():

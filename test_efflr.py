@@ -639,6 +639,17 @@ def test_cover_takes_few_batches_that_show_every_column():
     assert audit.cover(np.zeros((3, 2), dtype=bool)) == []
 
 
+def test_a_scale_is_tried_on_batches_that_see_its_weights():
+    two = torch.tensor([2.0], dtype=F64)
+    subject = audit.subject_of(simple({"u": two, "v": two}, lambda x, u, v: u.sum()), "")
+    subject.loss = lambda seed: subject.params["uv"[seed]].square().sum()
+    batch = audit.SimpleNamespace(size=np.eye(2), floor=0.5, loss=1.0)
+    names = [("u", None, None), ("v", None, None)]
+    for a in np.eye(2, dtype=int):  # c = 2 at W: 16 for 4; c = 3 near W: 36 for 4
+        change, = audit.moved(subject, batch, names, [a], 1e-16)
+        assert 12 <= change < 60
+
+
 def test_backward_reduces_a_batch_to_products_and_sizes():
     tensors = {"w": torch.tensor([3.0, 4.0], dtype=F64), "c": torch.tensor([1 + 2j])}
     subject = audit.subject_of(simple(tensors, lambda x, w, c: (

@@ -490,7 +490,14 @@ def test_a_leak_is_not_excused_but_shown_and_counted_on_request():
     at = [n[0] for n in leaky.names].index("layers.0.q.weight")
     assert 1e-9 < leaky.found.kappa[at] < audit.NEAR
     assert leaky.found.zero + leaky.found.near == exact.found.zero == 16
-    assert "leak" in " ".join(i for i in audit.tensors(leaky) if isinstance(i, str))
+    heading, under = "", {}
+    for item in audit.tensors(leaky):
+        if isinstance(item, str):
+            heading = item
+        else:
+            under[item[2]] = heading
+    assert under["layers.0.q.weight"].startswith("not, but kappa < 1e-3: a leak")
+    assert under["embed.weight"].startswith("not: kappa beyond 4 bands")
     wide = examine(language(qk="gains", eps=1e-6), leak=1e-4)
     assert verdict(wide, "layers.0.q.weight") == "invariant" and len(symmetries(wide)) == 16
 
@@ -503,7 +510,8 @@ def test_what_the_gradient_does_not_see_is_a_candidate_and_not_counted():
     assert verdict(r, "W") == "undecided"
     rows = [item for item in audit.symmetries(r) if isinstance(item, tuple)]
     assert ("audit.candidate", "W") in {i[1:3] for i in rows}
-    assert {i[1]: i[4] for i in rows}["audit.dimension"] == 0
+    dimension, = (i for i in rows if i[1] == "audit.dimension")
+    assert dimension[4] == 0 and dimension[6]["candidates"] == 1 and dimension[6]["scales"] == 2
 
 
 def test_the_second_weights_refuse_a_symmetry_of_powers_of_two():

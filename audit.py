@@ -15,7 +15,7 @@ the count. Scales looked for are those of whole tensors and, with --heads, of eq
 s, size  <g, W> and |g||W|                         (batches, columns)
 column   a tensor, one of its H parts, or 1 + w of a vector w, with d entries
 kappa    largest |s|/size over the batches, times sqrt(d): about 1 for a weight with a scale
-band     kappa up to it is rounding: invariant; beyond FAR bands: not; between: undecided
+band     kappa up to it is rounding: invariant; beyond FAR bands: not; between: L(c W) decides
 leak     a small kappa beyond the band: an eps > 0 in a norm; --leak X widens the band to X
 gap      smallest singular value kept / largest one called zero
 
@@ -36,6 +36,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ LEAKS = (1e-4, 1e-3)  # eps whose leaks are compared
 LARGE = 0.1  # eps that breaks the invariance in every dtype
 C_LEAK = 50  # x eps: the next order is eps / ms, and the smallest ms of all rows is near 1/30
 REPEAT = 64  # x eps |L|, between two calls of one seed: what a parallel sum may differ by
-WIDTH = 43  # columns for a symmetry in words
+WIDTH, LINE = 43, 96  # columns for a symmetry in words; for one that is longer
 FLOOR = 1e-3  # x band, where a plot draws a cosine of 0
 C_LOSS = 4  # x band, of |L(c^a W) - L(W)| / max|L|
 CEILING = 9e-4  # no dtype widens that bound further
@@ -540,20 +541,23 @@ def tensors(r):
     """A row for each tensor and part, by verdict."""
     told, cosine = verdicts(r), r.found.cosine
     heads = {
-        "invariant": f"invariant: kappa = |<g,W>| sqrt(d)/|g||W| within the band {r.band:.1e}",
+        "invariant": f"invariant: kappa up to the band {r.band:.1e}, or {FAR} where L(cW) = L(W)",
         "leak": "not, but kappa < 1e-3: a leak, as an eps > 0 in a norm leaves it; see --leak",
-        "not": f"not: kappa beyond {FAR} bands; listed is the cosine |<g,W>|/|g||W|",
-        "undecided": "undecided: near the band (as an eps near rounding is; --leak widens it), "
-                     "unconfirmed, or without a number"}
-    group = ["leak" if w == "not" and k <= NEAR else w
+        "not": f"not: kappa beyond {FAR} bands",
+        "undecided": "undecided: near the band (as an eps near rounding is; --leak widens it) or "
+                     "unconfirmed",
+        "blind": "undecided: all zero, or without a gradient"}
+    group = ["blind" if math.isnan(k) else "leak" if w == "not" and k <= NEAR else w
              for w, k in zip(told, r.found.kappa, strict=True)]
+    yield "each weight's cosine |<g,W>|/|g||W| = kappa/sqrt(d)"
     for key, text in heads.items():
         chosen = [i for i, g in enumerate(group) if g == key and not r.names[i][2]]
         if chosen:
             yield text
         for i in chosen:
             seen = None if math.isnan(cosine[i]) else cosine[i]
-            yield ("info", "audit.tensor" if r.tensor[i] else "audit.head", title(r.names[i]), None,
+            name = title(r.names[i]) + f", kappa {r.found.kappa[i]:.1e}" * (key == "leak")
+            yield ("info", "audit.tensor" if r.tensor[i] else "audit.head", name, None,
                    seen, r.band / r.d[i] ** 0.5, about(r, i, told[i]))
     if r.subject.frozen:
         yield "frozen: requires_grad is off; undecided"
@@ -579,7 +583,9 @@ def symmetries(r):
         text = words(found.basis[j], r.names)
         detail = {"words": text, "exponents": {title(r.names[i]): int(found.basis[j][i])
                                                for i in np.flatnonzero(found.basis[j])}}
-        text = text if len(text) <= WIDTH else f"{text[:WIDTH - 6]}.. #{j}"
+        if len(text) > WIDTH:
+            yield from textwrap.wrap(f"#{j}: {text}", LINE, subsequent_indent="    ")
+            text = f"{text[:WIDTH - 6]}.. #{j}"
         yield (("identity", "audit.symmetry", text, 0, r.change[j], r.bound, detail) if good[j]
                else ("info", "audit.candidate", text, None, r.change[j], r.bound, detail))
     if not good.all():

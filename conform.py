@@ -760,11 +760,11 @@ class Checks(Traits):
         yield "da, expanded gain", out.da.sum(), ref.da.sum(), terms, 2 * self.column(x)
 
     def shapes(self):
-        """one to four axes"""
+        """one to five axes"""
         n = 27 * max(1, min(ROWS, WIDEST // self.dim) // 27)
         x, a = self.rows(n), self.some_a()
         dy = self.some_dy(x)
-        for shape in ((-1,), (3, n // 3, -1), (3, 9, n // 27, -1)):
+        for shape in ((-1,), (3, n // 3, -1), (3, 9, n // 27, -1), (3, 3, 3, n // 27, -1)):
             k = slice(0, 1) if len(shape) == 1 else slice(None)
             ref, out = self.run(x[k], a, dy=dy[k]), self.run(x[k].reshape(shape), a,
                                                              dy=dy[k].reshape(shape))
@@ -1124,8 +1124,9 @@ def constructed(call, dim, kwargs):
     except Exception as error:
         name = getattr(call, "__name__", "the partial")
         given = "".join(f", {k}={v!r}" for k, v in kwargs.items())
-        raise TypeError(f"{name}({dim}{given}) raised {said(error)}; a class is "
-                        "built as Class(dim, **kwargs)") from error
+        raise TypeError(f"{name}({dim}{given}) raised {said(error)}; a class is built as "
+                        "Class(dim, **kwargs); what takes its width otherwise is given as a "
+                        "module already built") from error
 
 
 def admit(call, dim, kwargs, eps, device, dtypes, seed):

@@ -13,9 +13,9 @@ and on a walk of white tangent gradients, C_k = E<u_t, u_t+k>, S = 1 + 2 sum_k a
     sgd    an ARMA(2,1) in w: R^4 = lr^2 G^2 gamma_0, cos t = gamma_1/gamma_0  in expectation
     adam   sgd with momentum b1 and lr (1-b1)/sqrt(v): R^3 = lr G sqrt(d)/2wd  leading order,
            here with x, the decay in v and 1-b2 to first order
-"Exact" is for every x = lr wd < 1, up to O(1/d) from the spread of R. published() has the forms
-in use (Kosson et al. 2023; Wan et al. 2021 for sgd with momentum): lowest order in x, and sign or
-polar factor taken as linear in the gradient.
+"Exact" is for every x = lr wd < 1, up to O(1/d) from the spread of R; Adam's own eps is 0.
+published() has the forms in use (Kosson et al. 2023; Wan et al. 2021 for sgd with momentum):
+lowest order in x, and sign or polar factor taken as linear in the gradient.
 
 w      weights, a matrix a replica             (replicas, m, n), d = m n
 R, G   |w|, and |g| where |w| = 1 (--grad)     (replicas,)
@@ -410,7 +410,8 @@ def equilibrium(args, points):
         for (id, symbol, told, seen), bound, form in zip(rows, off, forms, strict=True):
             yield "law", id, f"{symbol}, {name}", told, seen, bound * told
             yield "info", id, f"published {symbol} / {symbol}, {name}", None, form / told, None
-        points.append((name, (e.norm, R, forms[0]), (angle(e.turn), angle(turn), forms[1])))
+        points.append((f"{name}: {h.lr:g}, {h.wd:g}", (e.norm, R, forms[0]),
+                       (angle(e.turn), angle(turn), forms[1])))
         if name == "adamw":
             yield split(h, e, r2, d2, off)
 
@@ -820,7 +821,8 @@ def plot(path, points):
                         markersize=10 if marker == "o" else 7, markeredgecolor=edge,
                         markerfacecolor=face)
         for line, p in enumerate(points):
-            ax.annotate(f"{p[i][1] / p[i][0] - 1:+.2%}", (1.01, line), va="center",
+            off = round(p[i][1] / p[i][0] - 1, 4) + 0.0  # no -0.00%
+            ax.annotate(f"{off:+.2%}", (1.01, line), va="center",
                         xycoords=("axes fraction", "data"), fontsize="small")
         ax.set(xlabel=label)
         ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -829,6 +831,7 @@ def plot(path, points):
         ax.set_title("measured / predicted - 1", loc="right", fontsize="small")
         ax.grid(axis="y", alpha=0.3)
     axes[0].set_yticks(range(len(points)), [p[0] for p in points])
+    axes[0].set_ylabel("optimizer: lr, weight decay")
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(path)

@@ -496,8 +496,9 @@ def test_a_leak_is_not_excused_but_shown_and_counted_on_request():
             heading = item
         else:
             under[item[2]] = heading
-    assert under["layers.0.q.weight"].startswith("not, but kappa < 1e-3: a leak")
-    assert under["embed.weight"].startswith("not: kappa beyond 4 bands")
+    name = f"layers.0.q.weight, kappa {leaky.found.kappa[at]:.1e}"
+    assert under[name].startswith("not, but kappa < 1e-3: a leak")
+    assert under["embed.weight"] == "not: kappa beyond 4 bands"
     wide = examine(language(qk="gains", eps=1e-6), leak=1e-4)
     assert verdict(wide, "layers.0.q.weight") == "invariant" and len(symmetries(wide)) == 16
 
@@ -638,6 +639,12 @@ def test_words_name_layers_and_places():
     assert say(_1=2, _2=-1) == "h.0.a: 2 x w1 against w2"
     assert say(_5=3) == "3 x h.0.q.weight[1]"
     assert say(_6=1, _0=-2) == "1 + g against 2 x embed"
+
+
+def test_sgd_turns_by_a_half_turn_at_most():
+    for x, turn in ((2.0, math.pi), (3.0, math.pi), (1.0, math.pi / 2), (1.5, 2 * math.pi / 3)):
+        optimizer = torch.optim.SGD([nn.Parameter(draw(2))], lr=1.0, weight_decay=x)
+        assert audit.rotation(optimizer, optimizer.param_groups[0]) == pytest.approx(turn)
 
 
 def test_cover_takes_few_batches_that_show_every_column():

@@ -31,6 +31,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -58,10 +59,11 @@ FUNCTION_EPS = 3e-6  # a function's eps: a value that nobody builds in
 LOW = {torch.float64: -400, torch.float16: -16}  # log2 of the least x whose square is sound
 TOP = {torch.float64: 200, torch.float16: 12}  # log2 of a large row, gradient included
 SHIFT = {torch.float64: 24, torch.float32: 11, torch.float16: 8}  # log2; small whole x stay exact
+SCALED = {torch.float64: 200, torch.float16: 6}  # log2 of c dy / dy
 POWERS = (-20, -6, -1, 1, 6, 11, 20)  # log2 c of the gauge
-WIDTHS = (7, 33, 769, 1024, 1536, 4097)  # odd, short, a tail of one, 2^10, 3 x 2^9, long
+WIDTHS = (7, 33, 100, 769, 1024, 1536, 4097)  # odd, short, 4 x 25, 2^8 3 + 1, 2^10, 2^9 3, long
 ROWS = 513  # 27 x 19: a tail of one behind blocks of 2^k
-COUNTS = (1, 67, ROWS)
+COUNTS = (1, 64, 67, ROWS)
 REPEATS = 60  # a race of one run in twenty is missed once in twenty
 SIGMAS = 5
 MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
@@ -522,6 +524,19 @@ class Checks(Traits):
         if not there:
             raise Skip("info", f"does not apply: {otherwise}")
 
+    def _rows(self, out, x):
+        """A run of any shape, its y and dx as the rows of x."""
+        out.y, out.dx = out.y.reshape(x.shape), out.dx.reshape(x.shape)
+        return out
+
+    def _takes(self, x):
+        """Whether a callee serves this shape at all, which is another check's to say."""
+        try:
+            self.run(x)
+        except Exception:
+            return False
+        return True
+
     def _units(self, name, got, right, x, sizes=None):
         """<got, right> / |right|^2 over all rows: rounding, 4 u of a row's size, averages out."""
         (u, _), n, whole = self.bounds(), min(len(x), x.shape[-1]), right.norm()
@@ -591,12 +606,16 @@ class Checks(Traits):
                 yield from self._mean(f"{name} in units of the right one", k, 1.0, floor, x)
         k = ((xc * out.dx).sum(-1, True) - self.leak(s) * t) * t / t.square().mean()
         yield from self._mean("<xh, r dx> in units of <xh, v>, less its leak", k, 0.0, floor, x)
+        if self.centred:
+            t = (a * dy).sum(-1) / r[:, 0]
+            k = out.dx.sum(-1) * t / t.square().mean()
+            yield from self._mean("sum(dx) in units of sum(a dy) / r", k, 0.0, floor, x)
 
     def _mean(self, name, k, want, floor, x):
         """The mean of k is what it should be, to a few of its own standard errors."""
         error = float((k.var() / len(k)).sqrt().nan_to_num(0.0))
         want = torch.tensor(want, dtype=torch.float64)
-        yield name, k.mean(), want, 1.0, SIGMAS * error + floor + self.centring(x)
+        yield name, k.mean(), want, 1.0, SIGMAS * error + floor + self.centring(x) ** 2
 
     def _many(self, gain=None):
         """Equal rows, dy = 1: the sums of the gain and of the bias."""
@@ -666,6 +685,19 @@ class Checks(Traits):
     def euler(self):
         """<xc, dx> = <dy, y - b> e / (s + e)"""
         yield from self._euler(self.rows())
+        for name, *piece in self._euler(self.rows(), torch.ones(self.dim).double()):
+            yield f"{name}, a = 1", *piece
+
+    def linear(self):
+        """c dy: dx, da, db are c times as large"""
+        (x, a, dy), top = self.point(), SCALED.get(self.work, 40)
+        ref = self.run(x, a, dy=dy)
+        for k in (-top, top):
+            dy_k, want = self.round(2.0**k * dy), copy.copy(ref)
+            for name in ("dx", "da", "db"):
+                if (t := getattr(ref, name)) is not None:
+                    setattr(want, name, 2.0**k * t)
+            yield from self._all(f"2^{k} dy", self.run(x, a, dy=dy_k), want, dy_k, a, x)
 
     def dgain(self):
         """a da = sum of dy (y - b), db = sum of dy"""
@@ -743,11 +775,20 @@ class Checks(Traits):
                 what = f"{name} {'x' if which == 'lay' else which[4:]}"
                 out = self.run(x, a, dy=dy, **{which: lay})
                 yield from self._all(what, out, ref, dy, a, x)
+        x_3, dy_3 = (t.view(4, N // 4, -1) for t in (x, dy))
+        for name, lay in BATCHED.items() if self._takes(x_3) else ():
+            for which in ("lay", "lay_dy"):
+                what = f"{name} {'x' if which == 'lay' else 'dy'} of 3 axes"
+                out = self._rows(self.run(x_3, a, dy=dy_3, **{which: lay}), x)
+                yield from self._all(what, out, ref, dy, a, x)
         x, dy, lay = x[:1].expand(N, -1), dy[:1].expand(N, -1), lambda t: t[:1].expand(N, -1)
         ref, out = self.run(x, a, dy=dy), self.run(x, a, dy=dy, lay=lay, lay_dy=lay)
         out.dx = out.dx.sum(0, True) / N
         yield from self._all("expanded", out, ref, dy, a, x)
         yield from self._all("expanded dy", self.run(x, a, dy=dy, lay_dy=lay), ref, dy, a, x)
+        (x, a, _), one = self.point(), torch.ones(N, self.dim).double()
+        out = self.run(x, a, dy=one, lay_dy=lambda t: t[:1, :1].expand_as(t))
+        yield from self._all("one number's dy", out, self.run(x, a, dy=one), one, a, x)
 
     def broad(self):
         """one number, expanded, as the gain"""
@@ -761,18 +802,19 @@ class Checks(Traits):
 
     def shapes(self):
         """one to five axes"""
-        n = 27 * max(1, min(ROWS, WIDEST // self.dim) // 27)
-        x, a = self.rows(n), self.some_a()
+        n = 27 * max(1, min(MANY // 2 + 27, WIDEST // self.dim) // 27)
+        x, a, few = self.rows(n), self.some_a(), min(n, ROWS)
         dy = self.some_dy(x)
-        for shape in ((-1,), (3, n // 3, -1), (3, 9, n // 27, -1), (3, 3, 3, n // 27, -1)):
-            k = slice(0, 1) if len(shape) == 1 else slice(None)
-            ref, out = self.run(x[k], a, dy=dy[k]), self.run(x[k].reshape(shape), a,
-                                                             dy=dy[k].reshape(shape))
-            out.y, out.dx = out.y.view_as(x[k]), out.dx.view_as(x[k])
+        for rows, shape in ((1, (-1,)), (few, (few // 27, 27, -1)), (few, (3, 9, few // 27, -1)),
+                            (few, (3, 3, 3, few // 27, -1)), (n, (3, n // 3, -1))):
+            k = slice(rows)
+            ref = self.run(x[k], a, dy=dy[k])
+            out = self.run(x[k].reshape(shape), a, dy=dy[k].reshape(shape))
+            out = self._rows(out, x[k])
             yield from self._all(f"{len(shape)} axes", out, ref, dy[k], a, x[k])
 
     def counts(self):
-        """unit, euler, dgain of 1, 67, 513 rows"""
+        """unit, euler, dgain of 1, 64, 67, 513 rows"""
         for n in COUNTS:
             x = self.rows(min(n, WIDEST // self.dim))
             for name, *piece in self._both(x, columns=True):
@@ -949,7 +991,7 @@ class Checks(Traits):
         x, a, dy = self.point()
         full = self.run(x, a, dy=dy)
         has = "x" + "".join(k for k, name in zip("ab", self.names, strict=True) if name)
-        for need in sorted({has[i:j] for i in range(3) for j in range(4)} - {""}):
+        for need in ["".join(k) for n in (1, 2, 3) for k in itertools.combinations(has, n)]:
             for name, lay in {"contiguous": None, **LAYOUTS}.items():
                 out = self.run(x, a, dy=dy, need=need, lay=lay)
                 for k in need:
@@ -1002,6 +1044,9 @@ LAYOUTS = {
     "transposed": lambda t: t.t().contiguous().t(),
     "strided": lambda t: torch.stack([t, t + 1], -1).flatten(-2)[..., ::2],
     "sliced": lambda t: torch.cat([t[-1:] + 1, t])[1:]}
+BATCHED = {
+    "swapped": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda t: torch.cat([t[:, -1:] + 1, t], 1)[:, 1:]}
 IDS = {id: f.__doc__ for id, f in vars(Checks).items() if id[0] != "_"}
 BANK = {  # the part that is wrong, its likely causes, and what each makes of it
     "y": {
@@ -1464,7 +1509,8 @@ def options(parser):
 def prepare(args):
     """Turn the options into norms; ValueError or TypeError for what cannot be."""
     if args.list:
-        print(*(f"{id:<8} {text}" for id, text in [*TRAITS.items(), *IDS.items()]), sep="\n")
+        print(*(f"{id:<8} {text}" for id, text in [*TRAITS.items(), *IDS.items()]), sep="\n",
+              flush=True)
         raise SystemExit(0)
     try:
         args.kwargs = {**json.loads(args.kwargs)}

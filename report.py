@@ -364,9 +364,9 @@ def run(measure, doc, options=None, argv=None, threads=1):
         torch.set_num_threads(threads)
     home = measure.__globals__
     name = os.path.basename(home["__file__"])
-    args = parse(name, doc, options, argv)
-    items = collect(measure, args, name.removesuffix(".py"))
     try:
+        args = parse(name, doc, options, argv)
+        items = collect(measure, args, name.removesuffix(".py"))
         if args.json:
             rows = [item for item in items if not isinstance(item, str)]
             print(as_json(rows, name, doc, args), flush=True)

@@ -326,6 +326,8 @@ def test_forms_hold_over_seeds_with_bounds_neither_wide_nor_empty(dtype):
         assert {r["verdict"] for r in rows} <= {"ok", "seen", "unresolved", "info"}, (
             [r for r in rows if r["verdict"] in ("FAILS", "weak")])
         assert dtype == "float32" or not any(r["verdict"] == "unresolved" for r in rows)
+        slope, = (r["measured"] for r in rows if r["quantity"].startswith("exponent of max"))
+        assert abs(slope - 1) < 0.03
         for r in rows:
             if r["kind"] == "identity" and r["bound"]:
                 worst[r["quantity"]] = max(worst.get(r["quantity"], 0), r["ratio"])
@@ -1070,6 +1072,7 @@ def test_the_plot_shows_each_tensor_and_its_band(run, drawn, tmp_path):
     assert all(0 < x <= band[y] for x, y in zip(*marks["invariant"], strict=True))
     assert all(1e6 * band[y] < x for x, y in zip(*marks["not"], strict=True))
     lines = next(given[1] for name, given, _ in drawn if name == "set_yticks")
+    assert band[lines.index("0.g1")] == pytest.approx(audit.BAND * 2.0**-52 / 24**0.5)
     assert [lines[int(y)] for y in marks["invariant"][1]][:5] == [
         "0.g1", "0.q", "0.k", "0.v", "0.o"]
     assert [given for name, given, _ in drawn if name == "savefig"] == [(path,)]

@@ -1650,6 +1650,12 @@ def test_one_seed_is_one_start_and_one_list_of_batches_in_every_arm():
     assert {k: tuple(v.shape) for k, v in p.items()} == {
         "embed": (256, 32), "head": (256, 32), "attn": (2, 4, 32, 32), "up": (2, 128, 32),
         "down": (2, 32, 128), "gate": (2, 2, 8)}
+    draw = torch.Generator().manual_seed(5)
+    first = [torch.randn(*p[k].shape, generator=draw, dtype=torch.float64)
+             for k in ("embed", "head", "attn")]
+    start = train.ETA * (train.stretch() / (1 - train.A**2) / 32) ** 0.5
+    assert all(torch.equal(p[k], (t * c).to(p[k])) for k, t, c in zip(
+        ("embed", "head", "attn"), first, (1, 0.1 / 32**0.5, start), strict=True))
     for name in train.ARMS:
         q, other = train.parameters(args, name, 5)
         assert torch.equal(starts, other)
@@ -1813,6 +1819,9 @@ def test_what_a_run_logs_of_its_weights():
     out = train.weights(log.repeat(3, 1, 1))
     assert out["law"] == pytest.approx(abs(4.41 - 3.9204 - 0.0792 - 0.36) / 4.41)
     assert out["tangent"] == 0.25
+    other = log.clone()
+    other[0, 5] = 0.375
+    assert train.weights(other.repeat(3, 1, 1))["tangent"] == 0.375
     c, y = 0.05, 0.0004 * 900 / 4
     assert out["half"] == pytest.approx(
         [4, 1 - 4 / 4.2, (y - 1e-4) / 1.98, (c * (0.0199 + y) + c * c) / 1.98])

@@ -1652,10 +1652,10 @@ def test_one_seed_is_one_start_and_one_list_of_batches_in_every_arm():
         "down": (2, 32, 128), "gate": (2, 2, 8)}
     draw = torch.Generator().manual_seed(5)
     first = [torch.randn(*p[k].shape, generator=draw, dtype=torch.float64)
-             for k in ("embed", "head", "attn")]
+             for k in ("embed", "head", "attn", "up", "down", "gate")]
     start = train.ETA * (train.stretch() / (1 - train.A**2) / 32) ** 0.5
     assert all(torch.equal(p[k], (t * c).to(p[k])) for k, t, c in zip(
-        ("embed", "head", "attn"), first, (1, 0.1 / 32**0.5, start), strict=True))
+        p, first, (1, 0.1 / 32**0.5, start, 32**-0.5, 128**-0.5, 8**-0.5), strict=True))
     for name in train.ARMS:
         q, other = train.parameters(args, name, 5)
         assert torch.equal(starts, other)

@@ -653,13 +653,23 @@ def rotation(optimizer, group):
     return None
 
 
+def unshifted(r):
+    """The columns of roles, less 1 + w where <g, 1> = 0: no shift of such a vector is seen."""
+    roles, at = r.roles.copy(), {n[0]: i for i, n in enumerate(r.names) if r.tensor[i]}
+    for i, (name, _, offset) in enumerate(r.names):
+        if offset:
+            shift = np.abs(r.batch.s[:, i] - r.batch.s[:, at[name]]) * r.d[i] ** 0.5
+            roles[i] = (shift > r.band * r.batch.size[:, i]).any()
+    return roles
+
+
 def decayed(r):
     """(what decay does, name, number, details) of the tensors that it concerns."""
     home = {id(p): (o, g) for o, g, p in held(r.subject.optimizers)}
     told = dict(zip(map(title, r.names), verdicts(r), strict=True))
     confirmed = [a for a, change in zip(r.found.basis, r.change, strict=True) if change <= r.bound]
-    members = {title(r.names[i]) for a in [*find(r.batch, r.d, r.band, r.roles).basis, *confirmed]
-               for i in np.flatnonzero(a)}
+    found = find(r.batch, r.d, r.band, unshifted(r)).basis
+    members = {title(r.names[i]) for a in [*found, *confirmed] for i in np.flatnonzero(a)}
     for name, p in r.subject.params.items():
         optimizer, group = home.get(id(p), (None, {}))
         x, wd = pace(group), float(group.get("weight_decay") or 0.0)

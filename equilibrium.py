@@ -183,7 +183,7 @@ def polar_correlation(shape, rho):
 def quintic_energy(shape):
     """E|u|^2/min(m, n) of torch.optim.Muon's five quintic steps on a Gaussian matrix."""
     s = torch.linalg.svdvals(gaussians(shape, 32)).numpy()
-    s = s / np.sqrt((s * s).mean() * min(shape))  # |X| = 1
+    s = s / np.sqrt((s * s).mean(-1, keepdims=True) * min(shape))  # |X| = 1
     for _ in range(5):
         s = QUINTIC[0] * s + QUINTIC[1] * s**3 + QUINTIC[2] * s**5
     return float((s * s).mean())
@@ -694,7 +694,7 @@ def options(parser):
         help="default .9,.999; lion .9,.99")
     add("--momentum", type=number(0, 1, closed=True), help="default 0; muon .95")
     add("--nesterov", action=argparse.BooleanOptionalAction, help="default no; muon yes")
-    add("--grad", type=number(0, math.inf), help="|g||w|, default 1")
+    add("--grad", type=number(1e-100, 1e100), help="|g||w|, default 1")
     add("--adjust", choices=("original", "match_rms_adamw", "none"), help="muon's lr ratio")
     add("--simulate", action="store_true", help="walk until R is measured too")
     add("--steps", type=number(1, 10**8, int), help=f"of --simulate; default {MOST} at most")

@@ -64,6 +64,7 @@ POWERS = (-20, -6, -1, 1, 6, 11, 20)  # log2 c of the gauge
 WIDTHS = (7, 33, 100, 769, 1024, 1536, 4097)  # odd, short, 4 x 25, 2^8 3 + 1, 2^10, 2^9 3, long
 ROWS = 513  # 27 x 19: a tail of one behind blocks of 2^k
 COUNTS = (1, 64, 67, ROWS)
+LONG = 837  # three sequences of 279
 REPEATS = 60  # a race of one run in twenty is missed once in twenty
 SIGMAS = 5
 MANY, SPIKE, OFFSET, WHOLE = 4096, 512, 16, 256  # rows; rms; rms; the widest J formed as a whole
@@ -802,7 +803,7 @@ class Checks(Traits):
 
     def shapes(self):
         """one to five axes"""
-        n = 27 * max(1, min(MANY // 2 + 27, WIDEST // self.dim) // 27)
+        n = 27 * max(1, min(LONG, WIDEST // self.dim) // 27)
         x, a, few = self.rows(n), self.some_a(), min(n, ROWS)
         dy = self.some_dy(x)
         for rows, shape in ((1, (-1,)), (few, (few // 27, 27, -1)), (few, (3, 9, few // 27, -1)),
@@ -1269,9 +1270,11 @@ def worst(pieces):
     most, top = -1.0, None
     for name, got, want, scale, bound in pieces:
         got, want = torch.broadcast_tensors(got.double(), want.double())
-        gap = ((got - want).abs() / scale).masked_fill(got == want, 0.0)
-        gap = gap.nan_to_num(math.inf, math.inf)
+        gap = (got - want).abs() / scale
         size = float(gap.max())
+        if not math.isfinite(size):  # equal numbers are no gap, whatever the scale; a NaN is
+            gap = gap.masked_fill(got == want, 0.0).nan_to_num(math.inf, math.inf)
+            size = float(gap.max())
         share = size / bound if bound else (math.inf if size else 0.0)
         if share > most:
             most, top = share, (name, got, want, gap, size, bound)

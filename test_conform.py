@@ -747,7 +747,7 @@ def fresh_gain(xh, r, v, w, **q):
 
 
 def small_dy(xh, r, v, dy, **q):
-    return KERNEL["dx"](xh, r, torch.where(dy.abs() < 1e-4, 0, v))
+    return KERNEL["dx"](xh, r, torch.where(dy.abs() < 1e-9, 0, v))
 
 
 def one_number_dy(xh, r, v, raw, **q):

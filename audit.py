@@ -555,7 +555,7 @@ def tensors(r):
         if chosen:
             yield text
         for i in chosen:
-            seen = None if math.isnan(cosine[i]) else cosine[i]
+            seen = None if key == "blind" else cosine[i]
             name = title(r.names[i]) + f", kappa {r.found.kappa[i]:.1e}" * (key == "leak")
             yield ("info", "audit.tensor" if r.tensor[i] else "audit.head", name, None,
                    seen, r.band / r.d[i] ** 0.5, about(r, i, told[i]))

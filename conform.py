@@ -810,8 +810,7 @@ class Checks(Traits):
                             (few, (3, 3, 3, few // 27, -1)), (n, (3, n // 3, -1))):
             k = slice(rows)
             ref = self.run(x[k], a, dy=dy[k])
-            out = self.run(x[k].reshape(shape), a, dy=dy[k].reshape(shape))
-            out = self._rows(out, x[k])
+            out = self._rows(self.run(x[k].reshape(shape), a, dy=dy[k].reshape(shape)), x[k])
             yield from self._all(f"{len(shape)} axes", out, ref, dy[k], a, x[k])
 
     def counts(self):
@@ -1276,6 +1275,7 @@ def worst(pieces):
             gap = gap.masked_fill(got == want, 0.0).nan_to_num(math.inf, math.inf)
             size = float(gap.max())
         share = size / bound if bound else (math.inf if size else 0.0)
+        share = math.inf if math.isnan(share) else share
         if share > most:
             most, top = share, (name, got, want, gap, size, bound)
     if top is None:

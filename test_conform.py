@@ -1858,6 +1858,10 @@ def test_worst_is_the_greatest_share_with_its_place():
     assert conform.worst([("a", t, t, 0.0, 0)])["share"] == 0
     assert conform.worst([("a", got, t, 1.0, 0)])["share"] == math.inf
     assert conform.worst([("a", got * math.nan, t, 1.0, 1)])["share"] == math.inf
+    bandless = "a", got, t, 1.0, math.nan  # is no pass
+    for pieces in ([bandless], [("b", t, t, 1.0, 1), bandless]):
+        worst = conform.worst(pieces)
+        assert worst["share"] == math.inf and worst["piece"] == "a"
     with pytest.raises(ValueError, match="empty"):
         conform.worst([])
 

@@ -381,8 +381,9 @@ def walk(args, hs, norms, burn=BURN, steps=STEPS, count=REPLICAS, own=False, noi
         for step, part in zip(each, g, strict=True):
             step(part)
         if t >= burn:
+            moved = whole - before
             R2.append(r2)
-            D2.append(inner(whole - before, whole - before))
+            D2.append(inner(moved, moved))
     R2.append(inner(whole, whole))
     return [host(torch.stack(v, 1)).flatten(2) for v in (R2, D2)]
 

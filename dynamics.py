@@ -213,7 +213,7 @@ def truncation():
     early, late, wd = 1.0, 1.0, 8e-4
     for _ in range(400):
         early *= truncated(1, 0, 0, 1e-3) / norm_law(1, 0, 0, 1e-3)
-    for _ in range(20000):
+    for _ in range(10000):
         late = truncated(late, wd * (2 - wd), 1, wd)
     yield "law", "000.A10", "dropped by t=400 at wd=.001: t wd^2", 4e-4, 1 - early, 4e-3 * 4e-4
     yield "law", "000.A10", "dropped in the end at wd=.0008: wd/2", 4e-4, 1 - late, 1e-5 * 4e-4

@@ -18,6 +18,7 @@ import report
 
 torch.set_num_threads(1)
 HALF = (torch.bfloat16, torch.float16)
+RIGHT_DRAW = conform.Norm.draw
 
 
 def up(t):
@@ -919,8 +920,45 @@ ALIKE = ("einsum", "decomposed", "float64 inside", "chunked", "saves xh", "parti
 
 
 def dtypes_of(name):
-    """All four, or two for a norm that is written or built otherwise than another of RIGHT."""
-    return ("float64", "bfloat16") if name in ALIKE else tuple(conform.DTYPES)
+    """All four, or less for a norm that is written or built otherwise than another of RIGHT."""
+    built = name in ("partial", "no affine", "LayerNorm, no affine", "exp(w)")
+    few = ("float64",) if built else ("float64", "bfloat16")
+    return few if name in ALIKE else tuple(conform.DTYPES)
+
+
+@functools.lru_cache(1000)
+def drawn(seed, shapes):
+    """The last draw of these shapes from a seed, and the generator's state behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    if shapes[1:]:
+        generator.set_state(drawn(seed, shapes[:-1])[1])
+    return torch.randn(*shapes[-1], generator=generator, dtype=torch.float64), generator.get_state()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def draws_are_made_once():
+    """Every norm of one seed and width sees the same draws, in every dtype."""
+    def draw(norm, *shape):
+        generator, shapes = getattr(norm, "past", (None, ()))
+        shapes = *(shapes if generator is norm.generator else ()), shape
+        norm.past = norm.generator, shapes
+        return drawn(norm.generator.initial_seed(), shapes)[0].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conform.Norm, "draw", draw)
+        yield
+
+
+def test_a_draw_made_once_is_the_one_that_the_norm_makes(monkeypatch):
+    seen, made_once = [], conform.Norm.draw
+    for draw in (made_once, RIGHT_DRAW):
+        monkeypatch.setattr(conform.Norm, "draw", draw)
+        norm = made()
+        for id in ("unit", "euler", "unit"):
+            norm.start(id)
+            seen.append([norm.draw(3, 2), norm.draw(5), norm.rows(2)])
+    for once, plain in zip(seen[:3], seen[3:], strict=True):
+        assert all(map(torch.equal, once, plain))
+    assert not torch.equal(seen[0][0], seen[1][0])
 
 
 @functools.cache
@@ -930,6 +968,10 @@ def rows_of(name, dtypes=tuple(conform.DTYPES), seed=0, only=None):
     with pytest.MonkeyPatch.context() as patch:
         if name in RIGHT:
             patch.setattr(conform, "REPEATS", 12)  # nothing in them is random
+        if name in RIGHT and name not in ("torch", "LayerNorm", "Gemma"):  # of the usual size
+            for less, value in (("MANY", 1024), ("WIDTHS", (7, 100, 769)), ("LONG", 279),
+                                ("ROWS", 189), ("COUNTS", (1, 67))):
+                patch.setattr(conform, less, value)
         return conform.check(norm, dtypes=dtypes, seed=seed, only=only and only.split())
 
 
@@ -1282,15 +1324,16 @@ def test_a_right_norm_raises_no_alarm(name):
     assert len(set(RIGHT) - set(ALIKE)) >= 10
 
 
-@pytest.mark.parametrize("name", ["torch", "LayerNorm", "Gemma"])
+@pytest.mark.parametrize("name", ["LayerNorm", "Gemma"])
 def test_a_right_norm_raises_no_alarm_with_other_draws(name):
     assert not fails(rows_of(name, ("float64", "float32"), 1))
 
 
-@pytest.mark.parametrize(("dim", "only"), [(8, None), (33, None), (300, ["jacobian", "symmetry"])])
-def test_a_right_norm_raises_no_alarm_at_other_widths(dim, only):
+@pytest.mark.parametrize(("dim", "dtype", "only"), [
+    (8, "float64", None), (33, "float32", None), (300, "float64", ["jacobian", "symmetry"])])
+def test_a_right_norm_raises_no_alarm_at_other_widths(dim, dtype, only):
     for norm in (nn.RMSNorm, Layer):
-        rows = conform.check(norm, dim, dtypes=["float64", "float32"], only=only)
+        rows = conform.check(norm, dim, dtypes=[dtype], only=only)
         assert not fails(rows)
 
 
@@ -1421,7 +1464,7 @@ def test_an_eps_of_one_dtype_alone_is_seen_without_the_right_one(k, dtype):
             h, c = x.float(), k if x.dtype == conform.DTYPES[dtype] else 1
             return self.weight * (h / rms(h, c * self.eps)).to(x.dtype)
     some = ["eps", "unit", "euler", "tiny", "zero", "constant", "average", "init"]
-    for dtypes, only in ((tuple(conform.DTYPES), some), ([dtype], None)):
+    for dtypes, only in ((tuple(conform.DTYPES), some), ([dtype], None if k else some)):
         bad = [r for r in conform.check(Own, dtypes=dtypes, only=only) if r["verdict"] == "FAILS"]
         assert [(r["id"], r["quantity"]) for r in bad] == [
             ("eps", f"eps is fp64's 1e-06, {conform.short(conform.DTYPES[dtype])}")]
@@ -1504,7 +1547,8 @@ class GemmaPort(Gemma):
 
 @pytest.mark.parametrize(("norm", "expect"), [(LlamaPort, "llama"), (GemmaPort, "gemma")])
 def test_a_port_may_compute_float64_in_float64(norm, expect):
-    rows = conform.check(norm, expect=expect, dtypes=["float64", "bfloat16"])
+    only = ["computes", *conform.EXPECT[expect], "eps", "unit", "euler", "jacobian", "widths"]
+    rows = conform.check(norm, expect=expect, dtypes=["float64", "bfloat16"], only=only)
     assert not fails(rows)
     assert [(r["quantity"], r["verdict"]) for r in rows if r["id"] == "computes"] == [
         ("computes: float64", "info")]
@@ -1600,7 +1644,7 @@ def test_a_parameter_beside_the_gain_keeps_its_value():
 
 
 def test_one_number_is_a_gain_of_its_own_kind():
-    rows = rows_of("one number")
+    rows = rows_of("one number", dtypes_of("one number"))
     assert trait(rows, "gain") == "w, one number"
     assert {r["id"] for r in rows if r["verdict"] == "ok"} >= {
         "gain", "dgain", "many", "zerogain", "bias", "grads", "counts"}
@@ -1750,11 +1794,11 @@ def stepwise_scripted(x, w, eps: float):
 def test_a_built_module_is_copied_and_has_its_own_width():
     layer = RIGHT["a built module"]
     before = {k: t.clone() for k, t in layer.state_dict().items()}
-    rows = rows_of("a built module")
+    rows = rows_of("a built module", dtypes_of("a built module"))
     assert all(torch.equal(before[k], t) for k, t in layer.state_dict().items())
     says = {r["id"]: r["quantity"] for r in rows if r["kind"] == "info"}
-    assert says["widths"] == "does not apply: a built module has one width, fp16"
-    assert says["init"] == "does not apply: not a class, fp16"
+    assert says["widths"] == "does not apply: a built module has one width, bf16"
+    assert says["init"] == "does not apply: not a class, bf16"
     assert (conform.width(layer, None), conform.width(layer, 96)) == (48, 96)
     assert (conform.width(nn.RMSNorm, None), conform.width(Unit(8), None)) == (96, 96)
     assert conform.width(Scalar(48), None) == 48
@@ -1942,7 +1986,7 @@ def test_a_gain_of_another_form_is_not_taken_for_w(form):
 
         def forward(self, x):
             return (up(x) / rms(up(x), 1e-6) * form(up(self.weight))).to(x.dtype)
-    rows = conform.check(Formed, dtypes="float64,bfloat16")
+    rows = conform.check(Formed, dtypes="float64,bfloat16" if form is torch.exp else "float64")
     assert trait(rows, "gain") == "not w + a constant, left as built"
     assert not fails(rows)
 
@@ -1966,7 +2010,7 @@ def test_a_parameter_that_moves_nothing_is_named():
     assert "bias" in fails(rows)
 
 
-@pytest.mark.parametrize("eps", [0.5, 1.0, 3.0, 9.9])
+@pytest.mark.parametrize("eps", [0.5, 9.9])
 def test_a_large_eps_leaves_j_a_row_more(eps):
     rows = conform.check(nn.RMSNorm, kwargs={"eps": eps}, dtypes="float64")
     assert not fails(rows)
@@ -2000,7 +2044,7 @@ def test_a_callee_may_raise_anything():
 
 def test_anomaly_detection_is_the_caller_s_own():
     with torch.autograd.set_detect_anomaly(True):
-        rows = conform.check(nn.RMSNorm, dtypes="float64")
+        rows = conform.check(nn.RMSNorm, dtypes="float64", only=["euler", "many", "nan", "graph"])
         assert torch.is_anomaly_enabled()
     assert not fails(rows)
 
@@ -2012,7 +2056,7 @@ def test_what_a_constructor_draws_is_drawn_apart():
             self.beside = nn.Linear(d, 2)
             torch.rand(7)
     before = torch.get_rng_state()
-    rows = conform.check(Draws, dtypes="float64,bfloat16")
+    rows = conform.check(Draws, dtypes="float64,bfloat16", only=["unit", "modes", "init"])
     assert torch.equal(before, torch.get_rng_state())
     assert not fails(rows)
 
@@ -2020,7 +2064,7 @@ def test_what_a_constructor_draws_is_drawn_apart():
 def test_a_float64_that_is_off_accuses_no_other_dtype():
     def norm(x, w, eps):
         return chunks(x, w, eps) * (1.002 if x.dtype == torch.float64 else 1)
-    rows = conform.check(norm, dtypes="float64,float32")
+    rows = conform.check(norm, dtypes="float64,float32", only=["eps", "unit", "euler", "average"])
     assert {r["quantity"][-4:] for r in rows if r["verdict"] == "FAILS"} == {"fp64"}
 
 
@@ -2095,7 +2139,8 @@ def test_the_replay_from_python_replays():
     with pytest.raises(AssertionError) as caught:
         eval(line, {"conform": conform, "norm": Bessel})
     assert f": {rows[0]['measured']:.3g}, band" in str(caught.value)
-    whole = conform.check(Bessel, 33, {"eps": 2e-5}, dtypes=["float64", "float32"], seed=5)
+    whole = conform.check(Bessel, 33, {"eps": 2e-5}, only=["unit", "offset", "zero"],
+                          dtypes=["float64", "float32"], seed=5)
     assert rows[0] == next(r for r in whole if r["quantity"] == rows[0]["quantity"])
     alone = conform.check(HalfStatistic, dtypes=["float16"], only=["zero"])
     assert [r["verdict"] for r in alone] == ["FAILS"]  # float64 tells what its eps should be
@@ -2280,10 +2325,6 @@ def test_a_corrupted_formula_turns_the_exit_status_to_1(name, wrong, argv, tmp_p
             self.put(a * 1.001).requires_grad_("a" in need), None])
     monkeypatch.setattr(conform.Norm, name, wrong)
     assert run(tmp_path, monkeypatch, "mine:right", "--only", *argv, "--dtype", "float64") == 1
-
-
-def test_the_default_run_holds(tmp_path, monkeypatch):
-    assert run(tmp_path, monkeypatch) == 0
 
 
 def reference(norm):

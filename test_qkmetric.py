@@ -21,7 +21,7 @@ import report
 import train
 from report import drawer as draws
 from report import status
-from test_report import rows, worst_ratios
+from test_report import first_red, worst_ratios
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
@@ -1467,17 +1467,6 @@ def test_muon_bounds_are_neither_tight_nor_slack_over_seeds_in_both_dtypes(small
             assert 1e-3 < ratio < 0.5, (dtype, key, ratio)
 
 
-def test_bounds_of_white_steps_are_five_standard_errors():
-    laws = [r for r in rows("muon") if "white G" in r["quantity"] and r["kind"] == "law"]
-    assert len(laws) == 3
-    for r in laws:
-        assert r["bound"] == pytest.approx(5 * r["expected"] / math.sqrt(2 * muon.DRAWS))
-    spread = next(r for r in rows("muon") if "uniform init" in r["quantity"])
-    m, n = muon.INIT
-    assert spread["expected"] == pytest.approx(math.sqrt(0.8 / m) / 2)
-    assert spread["bound"] == pytest.approx(5 * math.sqrt(0.8 / m) / 2 / math.sqrt(2 * n))
-
-
 BROKEN = {
     "gradient": [lambda x, A, B, W, g=muon.gradient: g(x, A, B, W) + 1e-9 * W],
     "tangent": [lambda A, W: A, lambda A, W, f=muon.tangent: f(A, W) + 1e-9 * W],
@@ -1498,11 +1487,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(n, w) for n, ws in BROKEN.items() for w in ws])
-def test_a_wrong_formula_turns_muon_red(name, wrong, small, monkeypatch, capsys):
+def test_a_wrong_formula_turns_muon_red(name, wrong, small, monkeypatch):
     monkeypatch.setattr(muon, name, wrong)
-    assert report.run(muon.measure, muon.__doc__, None, []) == 1
-    out = capsys.readouterr().out
-    assert ("FAILS" in out or "weak" in out) and "raised" not in out
+    assert first_red(muon)
+
+
+def test_a_wrong_formula_turns_the_exit_status_of_muon(small, monkeypatch, capsys):
+    monkeypatch.setattr(muon, "gradient", BROKEN["gradient"][0])
+    assert status(muon) == 1
+    assert "FAILS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
@@ -1955,17 +1948,16 @@ def test_embedding_rows_by_hand():
     assert train.moved(torch.ones(1, 2), torch.ones(1, 2)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_twenty_steps_repeat_bit_for_bit(quick, seed):
+def test_twenty_steps_repeat_bit_for_bit(quick):
     args = trained("--steps", "20")
-    a, b = (train.train(args, "exp", seed) for _ in range(2))
+    a, b = (train.train(args, "exp", 1) for _ in range(2))
     for timed in ("bytes_per_second", "peak_mib"):
         assert a.pop(timed) > 0 and b.pop(timed) > 0
     assert a == b and len(a["losses"]) == 20
-    assert train.train(args, "exp", seed + 1)["losses"] != a["losses"]
+    assert train.train(args, "exp", 2)["losses"] != a["losses"]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:2])
 def test_fused_and_unfused_train_alike_step_by_step(quick, seed):
     args = trained("--steps", "20")
     a, b, base = (train.train(args, n, seed) for n in ("fused", "unfused", "baseline"))
@@ -2204,7 +2196,7 @@ def test_ninety_bytes_are_enough_for_a_context_of_eight(quick, tmp_path):
     (), ("--dtype", "float32"), ("--depth", "1", "--width", "16"),
     ("--dtype", "float32", "--depth", "3", "--batch", "7", "--width", "48")])
 def test_identities_of_training_hold_over_seeds_and_no_bound_is_inflated(quick, argv):
-    worst = worst_ratios(train, range(2), *TINY, "--seeds", "1", "--steps", "4", *argv)
+    worst = worst_ratios(train, range(1 + (not argv)), *TINY, "--seeds", "1", *argv)
     assert set(worst) == {("003.N1", "|BPB/8-1| of a uniform model"),
                           ("003.G3", "loss and gradients, fused = unfused"),
                           ("003.M1", "max |cos(G_h,W_h)|, W_Q and W_K"),
@@ -2247,8 +2239,8 @@ def uncautious(p, kept=train.optimizer):
 ])
 def test_a_corrupted_formula_fails_train(quick, monkeypatch, name, wrong, fails):
     monkeypatch.setattr(train, name, wrong)
-    steps = "50" if name == "turn" else "4"   # M8 needs a norm at rest
-    rows = report.judge(train, *TINY, "--seeds", "1", "--steps", steps)
+    rest = ("--arms", "baseline", "--steps", "50") if name == "turn" else ()   # M8: a norm at rest
+    rows = report.judge(train, *TINY, "--seeds", "1", *rest)
     bad = {r["id"] for r in rows if r["verdict"] in ("FAILS", "weak")}
     assert fails <= bad, bad
 

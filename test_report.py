@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import muon
 import report
 from report import status as run
 
@@ -44,7 +45,11 @@ def script(*items, **more):
     return module
 
 
-ENDLESS = """import os, report, sys
+ENDLESS = """import os, sys
+from unittest.mock import MagicMock
+sys.modules["torch"] = torch = MagicMock(__version__="2")  # its import takes longest, and no part
+torch.finfo.return_value.eps = 1.0
+import report
 def measure(args):
     for i in range(100000):
         yield "law", "l", str(i), 0, 0, 0.5
@@ -525,9 +530,29 @@ def test_scripts_import_torch_numpy_and_the_standard_library_only(name):
 
 
 @functools.cache
+def judged(name, *argv):
+    return report.judge(importlib.import_module(name), *argv)
+
+
 def rows(name, *argv):
     """The rows of a script; each command line runs once, without one SHORT's."""
-    return report.judge(importlib.import_module(name), *(argv or SHORT.get(name, ())))
+    return judged(name, *(argv or SHORT.get(name, ())))
+
+
+def first_red(script, *argv):
+    """The first row whose numbers fail, or control that is not seen; the rest is not measured."""
+    name = os.path.basename(script.__file__)
+    args = report.parse(name, script.__doc__, getattr(script, "options", None), list(argv))
+    return next((r for r in report.collect(script.measure, args, name) if not isinstance(r, str)
+                 and r["verdict"] in ("FAILS", "weak") and "raised" not in r["quantity"]), None)
+
+
+def test_the_first_red_row_ends_a_run():
+    seen = []
+    red = ("control", "000.A1", "blind", None, 1e-10, 1e-9)
+    module = script(lambda args: (seen.append(item) or item for item in ("head", OK, red, SEEN)))
+    assert first_red(module)["quantity"] == "blind" and seen == ["head", OK, red]
+    assert first_red(script(OK, SEEN)) is first_red(script(OK, ("identity",))) is None
 
 
 def worst_ratios(script, seeds, *argv, spare=()):
@@ -550,6 +575,7 @@ def test_every_row_of_every_script_holds(name):
     hidden = {"projector": "F.rms_norm's own eps", "meanfree": "cpu f32"}
     assert all(r["quantity"].endswith(hidden.get(name, "none")) for r in lost), lost
     assert report.holds(rows(name))
+    assert json.loads(json.dumps(report.strict(rows(name)), allow_nan=False))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -615,10 +641,14 @@ BRIEF = {  # fewer steps, layers, replicas: every operator of the whole run
                     ("for _ in range(40)]", "for _ in range(2)]"),
                     ("shape=(4, 4)), 16, 192", "shape=(4, 4)), 16, 4")),
     "fusion": (("STEPS = 96, 35, 28, 40", "STEPS = 96, 35, 28, 2"),),
+    "meanfree": (("WIDTHS, B = (2048, 4096), 128", "WIDTHS, B = (24, 32), 8"),),
     "metric": (("SETTLED = 0.01, 1000", "SETTLED = 0.01, 9"),
                ("TRIALS = 64, 400", "TRIALS = 64, 9")),
-    "muon": (("TRAINED = 96, 384, 60", "TRAINED = 4, 8, 3"),)}
-FEW = {**SHORT, "audit": ("--variant", "sandwich"), "dynamics": ("--steps", "4")}
+    "muon": (("TRAINED = 96, 384, 60", "TRAINED = 4, 8, 3"),),
+    "precision": (("COLUMNS = 256", "COLUMNS = 64"), ("[128, 512, 2048, 8192]", "[8, 32, 128]")),
+    "train": (("WINDOWS, SHARE = 128, 10", "WINDOWS, SHARE = 4, 10"),)}
+FEW = {"audit": ("--variant", "sandwich"), "conform": ("--dim", "16"), "dynamics": ("--steps", "4"),
+       "train": ("--arms", "exp,stopped", "--seeds", "1", "--steps", "1", "--context", "8")}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -775,7 +805,18 @@ def test_errata_have_every_claim_of_the_write_ups_that_does_not_hold():
         if word == "does not hold" and not claim.startswith(("(derived)", "(withdrawn)")))
 
 
-# the default run of equilibrium.py, which takes longest and is made here alone
+# the default runs of equilibrium.py and muon.py, which take longest and are made here alone
+
+
+def test_bounds_of_white_steps_of_muon_are_five_standard_errors():
+    laws = [r for r in rows("muon") if "white G" in r["quantity"] and r["kind"] == "law"]
+    assert len(laws) == 3
+    for r in laws:
+        assert r["bound"] == pytest.approx(5 * r["expected"] / math.sqrt(2 * muon.DRAWS))
+    spread = next(r for r in rows("muon") if "uniform init" in r["quantity"])
+    m, n = muon.INIT
+    assert spread["expected"] == pytest.approx(math.sqrt(0.8 / m) / 2)
+    assert spread["bound"] == pytest.approx(5 * math.sqrt(0.8 / m) / 2 / math.sqrt(2 * n))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import gauge
 import report
 from report import drawer as draws
 from report import status
-from test_report import rows, worst_ratios
+from test_report import first_red, worst_ratios
 
 torch.set_num_threads(1)
 DTYPES = (torch.float64, torch.float32)
@@ -204,7 +204,7 @@ def test_gauge_holds_for_five_seeds_in_both_dtypes():
             assert hidden == (["|c G(3W)-G(W)|/|G|, c=3.003"] if dtype == "float32" else [])
 
 
-@pytest.mark.parametrize(("dtype", "seeds"), [("float64", 40), ("float32", 20)])
+@pytest.mark.parametrize(("dtype", "seeds"), [("float64", 20), ("float32", 10)])
 def test_gauge_bounds_are_neither_tight_nor_slack_over_seeds(dtype, seeds, monkeypatch):
     for name, value in (("N", 8), ("D_IN", 6), ("D", 12), ("HEADS", 3), ("SWEEP", [0.01, 0.7, 3]),
                         ("POWERS", [0.125, 32.0])):
@@ -380,8 +380,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(n, w) for n, ws in BROKEN.items() for w in ws])
-def test_a_wrong_formula_turns_gauge_red(name, wrong, monkeypatch, capsys):
+def test_a_wrong_formula_turns_gauge_red(name, wrong, monkeypatch):
     monkeypatch.setattr(gauge, name, wrong)
+    assert first_red(gauge)["verdict"] == "FAILS"
+
+
+def test_a_wrong_formula_turns_the_exit_status_of_gauge(monkeypatch, capsys):
+    monkeypatch.setattr(gauge, "gradient", BROKEN["gradient"][0])
     assert status(gauge) == 1
     assert "FAILS" in capsys.readouterr().out
 
@@ -631,7 +636,7 @@ def test_the_write_ups_relative_4e_4_is_truncation():
     found = numbers(dynamics.truncation())
     exact = 1 - (0.998 / 0.999**2) ** 400
     assert found == [("law", "000.A10", 4e-4, near(exact, 1e-9), near(1.6e-6)),
-                     ("law", "000.A10", 4e-4, near(4e-4, 1e-9), near(4e-9))]
+                     ("law", "000.A10", 4e-4, near(4e-4 * (1 - 0.9984**10000), 1e-9), near(4e-9))]
     assert exact == pytest.approx(400 * 1e-6, rel=2.5e-3)
 
 
@@ -768,9 +773,8 @@ def test_pace_rows_of_numbers(monkeypatch):
 # dynamics.py: the script
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_dynamics_holds_and_shows_every_claim(dtype):
-    found = rows("dynamics") if dtype == "float64" else report.judge(dynamics, "--dtype", dtype)
+def test_dynamics_holds_and_shows_every_claim_in_float32():
+    found = report.judge(dynamics, "--dtype", "float32")
     assert {r["verdict"] for r in found} == {"ok", "seen", "info"}
     assert {r["id"] for r in found if r["verdict"] != "info"} == IDS
     laws = [r for r in found if r["quantity"].startswith("exponent")]
@@ -782,7 +786,7 @@ def test_dynamics_holds_and_shows_every_claim(dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_dynamics_bounds_are_neither_tight_nor_slack(dtype, small):
     worst, calm = {}, []
-    for seed in range(12):
+    for seed in range(8):
         for r in report.judge(dynamics, "--seed", str(seed), "--dtype", dtype, *SETTLED):
             assert r["verdict"] not in ("FAILS", "weak"), (seed, r)
             if r["kind"] in ("identity", "law") and r["bound"]:
@@ -862,12 +866,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_formula_turns_dynamics_red(name, small, monkeypatch, capsys):
+def test_a_wrong_formula_turns_dynamics_red(name, small, monkeypatch):
     monkeypatch.setattr(dynamics, name, WRONG[name])
+    assert first_red(dynamics, *SETTLED)
+
+
+def test_a_wrong_formula_turns_the_exit_status_of_dynamics(small, monkeypatch, capsys):
+    monkeypatch.setattr(dynamics, "turn", WRONG["turn"])
     assert status(dynamics, *SETTLED) == 1
-    out = capsys.readouterr().out
-    assert "FAILS" in out or "weak" in out
-    assert "raised" not in out
+    assert "FAILS" in capsys.readouterr().out
 
 
 def test_a_path_that_does_not_settle_turns_dynamics_red(monkeypatch):

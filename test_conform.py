@@ -18,7 +18,7 @@ import report
 
 torch.set_num_threads(1)
 HALF = (torch.bfloat16, torch.float16)
-RIGHT_DRAW = conform.Norm.draw
+PLAIN_DRAW = conform.Norm.draw
 
 
 def up(t):
@@ -950,7 +950,7 @@ def draws_are_made_once():
 
 def test_a_draw_made_once_is_the_one_that_the_norm_makes(monkeypatch):
     seen, made_once = [], conform.Norm.draw
-    for draw in (made_once, RIGHT_DRAW):
+    for draw in (made_once, PLAIN_DRAW):
         monkeypatch.setattr(conform.Norm, "draw", draw)
         norm = made()
         for id in ("unit", "euler", "unit"):
@@ -1153,6 +1153,24 @@ def test_gradients_of_subsets_are_weighed_by_their_greatest_element():
     norm.start("grads")
     for name, _, _, scale, _ in (p for p in norm.grads() if "as a whole" not in p[0]):
         near(scale, float(abs(getattr(full, name[:2]).numpy()).max()) * 24**0.5)
+
+
+def test_the_rank_of_j_is_not_asked_for_where_its_value_along_x_is_a_half():
+    norm = made(lambda x, w, eps: x / rms(x, norm.e) * w)
+    norm.start("jacobian")
+    x, *_ = next(norm._jacobians())
+    for e, ranks in ((0.0, 2), (float(x.square().mean()), 1)):  # the second x is 3 times as large
+        norm.e = e
+        norm.start("jacobian")
+        assert [name for name, *_ in norm.jacobian()].count("rank of J") == ranks
+
+
+@pytest.mark.parametrize("factor", [lambda x, eps: 1 / rms(x.float(), eps).double(),
+                                    lambda x, eps: (1 / rms(x.float(), eps)).double()])
+def test_a_float32_root_or_its_reciprocal_is_told_beside_float64_products(factor):
+    rows = conform.check(lambda x, w, eps: x * factor(x, eps) * w, dtypes="float64",
+                         only=["computes"])
+    assert trait(rows, "computes") == "float32"
 
 
 def pieces_of(norm, id, *given):

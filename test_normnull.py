@@ -347,6 +347,12 @@ def test_a_wrong_formula_turns_meanfree_red(name, wrong, monkeypatch):
     assert first_red(meanfree, "--device", "cpu")
 
 
+def test_sums_through_a_stack_are_weighed_by_the_root_of_its_width(monkeypatch):
+    monkeypatch.setattr(meanfree, "stack", lambda *_: [torch.ones(3, meanfree.D_STACK)])
+    rows = list(meanfree.conserved("cpu f64", row(1, 2), row(1, 2), row(0, 0), row(1, 1)))
+    assert [float(*r[4]) for r in rows] == pytest.approx([1, 1, 1], rel=1e-6)
+
+
 def test_a_wrong_formula_turns_the_exit_status_of_meanfree(monkeypatch, capsys):
     monkeypatch.setattr(meanfree, "WIDTHS", (96,))
     monkeypatch.setattr(meanfree, "leak", BROKEN["leak"][0])
@@ -744,6 +750,20 @@ def test_rows_without_a_jacobian_to_judge_are_refused(x, centred, error, words):
                   lambda x, c: projector.probe(norm, x, c, torch.zeros(0, 3))):
         with pytest.raises(error, match=f"^x: .*{words}"):
             judge(x, centred)
+
+
+def test_residuals_of_a_norm_that_is_linear():
+    # J = A', q = (.6, .8), r that of the row as it is scaled
+    A = torch.tensor([[1.0, 0.5], [0.0, 2.0]], dtype=torch.float64)
+    z = projector.admit(row(3, 4), False)
+    r = float(z.square().mean().sqrt())
+    found = projector.residuals(lambda x: x @ A, row(3, 4), False)
+    close(found["x"], r * math.hypot(3, 0.5 * 3 + 2 * 4) / 5)
+    close(found["1"], math.hypot(r - 1 + 1.4 * 0.6, 2.5 * r - 1 + 1.4 * 0.8) / 2**0.5)
+    close(found["symmetry"], r * 0.5 / 0.64)
+    found = projector.residuals(lambda x: x, row(1, 3, 8), True)
+    kappa = math.sqrt(74 / 26)  # |x| over |x - 4|
+    close(found["mean"], 12 / math.sqrt(3 * 74) / kappa)
 
 
 def test_a_constant_row_and_one_number_are_rows_of_rmsnorm():

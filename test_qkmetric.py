@@ -1553,8 +1553,12 @@ def test_muons_spreads_are_predicted_from_their_sizes():
     assert init["expected"] == pytest.approx(0.00988212, rel=1e-3)
     assert init["bound"] == pytest.approx(0.00154408, rel=1e-3)
     # 1 + 7/8 13/12
-    assert told["tr (WW')^2/(m 8^2), 8 white steps from 0"]["expected"] == pytest.approx(
-        187 / 96, rel=1e-5)
+    steps = told["tr (WW')^2/(m 8^2), 8 white steps from 0"]
+    assert steps["expected"] == pytest.approx(187 / 96, rel=1e-5)
+    U, _, Vh = torch.linalg.svd(draws(0)(8, muon.DRAWS // 2, 12, 12))
+    trace = torch.stack([W @ W.mT @ W @ W.mT for W in (U @ Vh).sum(0)]).diagonal(0, 1, 2).sum(-1)
+    spread = float((trace / (12 * 64)).std())
+    assert steps["bound"] == pytest.approx(5 * spread / math.sqrt(muon.DRAWS // 2), rel=1e-9)
     assert not reds(rows)
 
 

@@ -630,6 +630,8 @@ def test_fading_of_the_dropped_terms_is_geometric(monkeypatch):
     g, theta = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
     _, told, _ = numbers(dynamics.whole(ARGS, R, g, theta, zero, row(0.25, 0.25)))
     assert told[2:4] == (near(max(10 / 64, 1.75 / 16)), near(max(1 - 0.5, 1 - 0.125)))
+    *_, (*_, bound) = numbers(dynamics.whole(ARGS, R, g, theta, zero, row(0.25, 0.5)))
+    assert bound == near(EPS * (8 / math.sqrt(3) + math.log(2)))  # of the replica that decays most
 
 
 def test_the_write_ups_relative_4e_4_is_truncation():
@@ -660,6 +662,9 @@ def test_growth_rows_of_numbers():
     assert found[1] == ("identity", "000.A7", 0, 1, 0)
     bound = 0.04 / 1.02 + 2 * floor * (1.05**2 + 1.02**2) / told
     assert found[2] == ("law", "000.A7", 1, near((1.05**2 + 1.02**2 - 2) / told), near(bound))
+    twice = numbers(dynamics.growth(args, 2 * R, g, torch.tensor(0.5, dtype=torch.float64)))
+    assert twice[0][2:4] == (near(1 - 4 / 4.0125), near(1 - 1 / 1.02))
+    assert twice[2][3] == near(4 * found[2][3])
     same = torch.ones(3, 2, dtype=torch.float64)
     still = numbers(dynamics.growth(ARGS, same, 1e-8 * g, torch.tensor(1, dtype=torch.float64)))
     assert [r[0] for r in still] == ["control", "info", "info"] and still[1][3] == 4
@@ -781,6 +786,19 @@ def test_dynamics_holds_and_shows_every_claim_in_float32():
     power = {r["quantity"].split()[-1]: r["expected"] for r in laws}
     assert power == {"SGD": -2, "sign": -1, "polar": -1, "Adam": -1}
     assert sum(r["id"] == "000.A16" and r["expected"] == 4 for r in found) == 2
+    assert next(r["expected"] for r in found if r["quantity"].startswith("R at 4 lr")) == 2
+
+
+def test_four_paths_have_the_rates_that_their_rows_name(monkeypatch):
+    asked = []
+
+    def stop(W, A, feed, lrs, wds, steps):
+        asked.extend((lrs, wds, steps))
+        raise KeyError
+    monkeypatch.setattr(dynamics, "trajectory", stop)
+    with pytest.raises(KeyError):
+        next(dynamics.noisy(SimpleNamespace(lr=0.5, wd=0.25, steps=7), None, None))
+    assert asked == [[0.5, 0.5, 2, 0.25], [0.25, 0, 0.25, 0.125], 7]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -271,12 +271,17 @@ def collect(measure, args, name):
         yield item
 
 
-def judge(script, *argv):
-    """The judged rows of a script's module under a command line."""
+def stream(script, *argv):
+    """The judged rows of a script's module under a command line, as they come."""
     name = os.path.basename(script.__file__)
     args = parse(name, script.__doc__, getattr(script, "options", None), list(argv))
     items = collect(script.measure, args, name.removesuffix(".py"))
-    return [item for item in items if not isinstance(item, str)]
+    yield from (item for item in items if not isinstance(item, str))
+
+
+def judge(script, *argv):
+    """All of them."""
+    return list(stream(script, *argv))
 
 
 def holds(rows):

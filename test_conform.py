@@ -919,6 +919,11 @@ ALIKE = ("einsum", "decomposed", "float64 inside", "chunked", "saves xh", "parti
          "no affine", "LayerNorm, no affine", "a built module", "one number", "1 + w in half")
 
 
+WHOLE = "torch", "LayerNorm", "Gemma"  # right norms that are judged at conform's own sizes
+LESS = {"REPEATS": 12,  # nothing in a right norm is random
+        "MANY": 1024, "WIDTHS": (7, 100, 769), "LONG": 279, "ROWS": 189, "COUNTS": (1, 67)}
+
+
 def dtypes_of(name):
     """All four, or less for a norm that is written or built otherwise than another of RIGHT."""
     built = name in ("partial", "no affine", "LayerNorm, no affine", "exp(w)")
@@ -966,11 +971,8 @@ def rows_of(name, dtypes=tuple(conform.DTYPES), seed=0, only=None):
     """check() of a norm of this file; each is judged once."""
     norm = RIGHT[name] if name in RIGHT else WRONG[name][0]
     with pytest.MonkeyPatch.context() as patch:
-        if name in RIGHT:
-            patch.setattr(conform, "REPEATS", 12)  # nothing in them is random
-        if name in RIGHT and name not in ("torch", "LayerNorm", "Gemma"):  # of the usual size
-            for less, value in (("MANY", 1024), ("WIDTHS", (7, 100, 769)), ("LONG", 279),
-                                ("ROWS", 189), ("COUNTS", (1, 67))):
+        for less, value in LESS.items() if name in RIGHT else ():
+            if less == "REPEATS" or name not in WHOLE:
                 patch.setattr(conform, less, value)
         return conform.check(norm, dtypes=dtypes, seed=seed, only=only and only.split())
 
@@ -1482,7 +1484,7 @@ def test_an_eps_of_one_dtype_alone_is_seen_without_the_right_one(k, dtype):
             h, c = x.float(), k if x.dtype == conform.DTYPES[dtype] else 1
             return self.weight * (h / rms(h, c * self.eps)).to(x.dtype)
     some = ["eps", "unit", "euler", "tiny", "zero", "constant", "average", "init"]
-    for dtypes, only in ((tuple(conform.DTYPES), some), ([dtype], None if k else some)):
+    for dtypes, only in ((tuple(conform.DTYPES), some), ([dtype], None)):
         bad = [r for r in conform.check(Own, dtypes=dtypes, only=only) if r["verdict"] == "FAILS"]
         assert [(r["id"], r["quantity"]) for r in bad] == [
             ("eps", f"eps is fp64's 1e-06, {conform.short(conform.DTYPES[dtype])}")]

@@ -541,10 +541,8 @@ def rows(name, *argv):
 
 def first_red(script, *argv):
     """The first row whose numbers fail, or control that is not seen; the rest is not measured."""
-    name = os.path.basename(script.__file__)
-    args = report.parse(name, script.__doc__, getattr(script, "options", None), list(argv))
-    return next((r for r in report.collect(script.measure, args, name) if not isinstance(r, str)
-                 and r["verdict"] in ("FAILS", "weak") and "raised" not in r["quantity"]), None)
+    return next((r for r in report.stream(script, *argv) if r["verdict"] in ("FAILS", "weak")
+                 and "raised" not in r["quantity"]), None)
 
 
 def test_the_first_red_row_ends_a_run():
